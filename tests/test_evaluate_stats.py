@@ -1,0 +1,109 @@
+"Laws of metrics, splits and significance that need more than one notebook."
+import dataclasses, math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from foxhunt.data.windows import TEST, TRAIN, UNUSED, VAL, synthetic_table, window_ends
+from foxhunt.evaluate.metrics import cagr, calibration, class_scores, confusion, drawdown, per_session, pinball, q_risk, sharpe
+from foxhunt.evaluate.significance import deflated_sharpe, iqm, moments, probabilistic_sharpe
+from foxhunt.evaluate.splits import fold_table, look, seal, walk_forward
+
+profits = st.lists(st.floats(-1e4, 1e4).map(lambda x: round(x, 2)), min_size=3, max_size=40).map(np.array)
+
+
+@given(profits, st.floats(0.01, 1000))
+@settings(max_examples=60, deadline=None)
+def test_sharpe_has_no_unit_and_a_sign(x, scale):
+    a, b, c = sharpe(x), sharpe(x * scale), sharpe(-x)
+    if math.isnan(a.value): assert math.isnan(c.value); return
+    assert a.low <= a.value <= a.high and (c.value, c.low, c.high) == (-a.value, -a.high, -a.low)
+    assert b.value == pytest.approx(a.value, rel=1e-6)
+
+
+@given(profits)
+@settings(max_examples=60, deadline=None)
+def test_drawdown_by_brute_force(x):
+    e = np.r_[0.0, np.cumsum(x)]
+    d = drawdown(np.cumsum(x), 1e6)
+    assert d.depth == pytest.approx(max(e[i] - e[j] for i in range(len(e)) for j in range(i, len(e))))
+    assert 0 <= d.longest <= len(x) and d.peak <= d.trough
+
+
+@pytest.mark.parametrize("flat", [np.zeros(100), np.full(100, 0.1 + 0.2), np.full(100, -7.0), np.array([]), np.array([5.0])])
+def test_nothing_to_measure_is_nan(flat):
+    assert math.isnan(sharpe(flat).value) and math.isnan(probabilistic_sharpe(moments(flat)))
+
+
+def test_doubling_in_a_calendar_year_is_100_percent():
+    assert cagr(100_000, 100_000, 1.0) == pytest.approx(1.0) and cagr(100_000, 300_000, 2.0) == pytest.approx(1.0)
+
+
+def test_sessions_keep_every_cent():
+    p, s = np.random.default_rng(0).normal(0, 9, 500), np.random.default_rng(1).integers(0, 30, 500)
+    assert per_session(p, s)[1].sum() == pytest.approx(p.sum())
+
+
+@pytest.mark.peers
+def test_forecast_scores_agree_with_references():
+    sk = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(0)
+    y, f = rng.normal(size=300), np.sort(rng.normal(size=(300, 3)), axis=1)
+    for j, tau in enumerate((0.1, 0.5, 0.9)): assert pinball(y, f, (0.1, 0.5, 0.9))[:, j].mean() == pytest.approx(sk.mean_pinball_loss(y, f[:, j], alpha=tau))
+    t, p = rng.integers(0, 3, 300), rng.integers(0, 3, 300)
+    s = class_scores(confusion(t, p, 3))
+    assert np.array_equal(confusion(t, p, 3), sk.confusion_matrix(t, p))
+    assert s["f1"] == pytest.approx(sk.f1_score(t, p, average=None)) and s["mcc"] == pytest.approx(sk.matthews_corrcoef(t, p))
+    assert s["f1_weighted"] == pytest.approx(sk.f1_score(t, p, average="weighted")) and s["accuracy"] == pytest.approx(sk.accuracy_score(t, p))
+
+
+def test_q_risk_has_no_unit():
+    y, f = np.random.default_rng(0).normal(size=50), np.random.default_rng(1).normal(size=(50, 3))
+    assert q_risk(100 * y, 100 * f, (0.1, 0.5, 0.9)) == pytest.approx(q_risk(y, f, (0.1, 0.5, 0.9)))
+    assert calibration(y, f)["below"].shape == (3,)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 60), st.integers(0, 30), st.booleans())
+def test_folds_never_reach_into_a_test_piece(folds, purge, embargo, rolling):
+    t = synthetic_table(bars=1500, contracts=2)
+    splits = walk_forward(t, folds, purge=purge, embargo=embargo, rolling=rolling, val=0.2)
+    for s in splits:
+        for c in (0, 1):
+            rows = {k: np.flatnonzero((s == k) & (t.contract == c)) for k in (TRAIN, VAL, TEST)}
+            assert rows[VAL].min() - rows[TRAIN].max() > purge + embargo - 1 and rows[TEST].min() - rows[VAL].max() > purge + embargo - 1
+        horizon = max(purge, 1)
+        ends = window_ends(dataclasses.replace(t, split=s), TRAIN, 8, horizon)
+        assert (s[ends + horizon] == TRAIN).all()                                  # no training label is a validation or test bar
+    test = np.concatenate([np.flatnonzero(s == TEST) for s in splits])
+    assert len(test) == len(set(test.tolist())) == 1500                             # the later half of both contracts, once each
+
+
+def test_changing_the_future_changes_no_fold_before_it():
+    t = synthetic_table(bars=1000)
+    s = walk_forward(t, 3, purge=20)[0]
+    border = t.ts[s == TEST].min()
+    late = dataclasses.replace(t, features=np.where((t.ts >= border)[:, None], 9, t.features).astype(np.float32))
+    past = (s == TRAIN) | (s == VAL)
+    assert np.array_equal(fold_table(t, s).features[past], fold_table(late, s).features[past])
+
+
+def test_sealed_rows_cannot_be_trained_on(tmp_path):
+    t = synthetic_table(bars=1000)
+    rest = seal(t, tmp_path / "h.json")
+    opened, looks = look(t, tmp_path / "h.json", "once")
+    sealed = opened.split == TEST
+    assert looks == 1 and sealed.sum() == 150 and len(rest) == 850
+    for s in walk_forward(rest, 3): assert len(s) == 850 and not np.isin(rest.ts[s != UNUSED], t.ts[sealed]).any()
+    assert fold_table(rest, walk_forward(rest, 3)[2]).features.shape == (850, 23)
+
+
+def test_more_trials_need_more_evidence():
+    m = moments(np.random.default_rng(0).normal(0.1, 1, 500))
+    p = [deflated_sharpe(m, n) for n in (1, 2, 10, 100, 1000)]
+    assert p == sorted(p, reverse=True) and p[0] == probabilistic_sharpe(m)
+
+
+def test_iqm_ignores_the_outer_quarters():
+    assert iqm(np.array([-1e9, 1, 2, 3, 4, 5, 6, 1e9])) == 3.5

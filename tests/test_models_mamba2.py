@@ -1,0 +1,335 @@
+"Mamba-2: three forms of one function, safe numbers, live = trained, and transformers agrees."
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+
+from foxhunt.core import generator
+from foxhunt.models.mamba2 import (Mamba2, Mamba2Block, Mamba2Forecaster, Sizes, Weights, causal_conv, fast_mixer, mixer, monotone, reference_weights, ssd_chunked, ssd_recurrent)
+from foxhunt.models.mlp import param_groups
+from foxhunt.params import Mamba2 as Config
+
+GOLDEN = Path(__file__).parent / "golden" / "mamba2_transformers.safetensors"
+CFG = Config(d_model=16, n_layers=2, head=8, d_state=8, chunk=8, horizon=3, dropout=0.0)
+
+
+def relative(a, b): return ((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item()
+
+
+def arguments(t, b=2, h=4, p=3, g=2, n=5, dtype=torch.float64, decay=1.0):
+    gen = generator(0, "ssd", t)
+    rnd = lambda *s: torch.randn(*s, generator=gen, dtype=dtype)
+    return dict(x=rnd(b, t, h, p), dt=F.softplus(rnd(b, t, h)) * decay, A=-torch.rand(h, generator=gen, dtype=dtype) * 2 - 0.1, B=rnd(b, t, g, n), C=rnd(b, t, g, n), D=rnd(h))
+
+
+def stack(seed=0, **size):
+    torch.manual_seed(seed)
+    return Mamba2(16, 2, **dict(d_state=8, head=8, chunk=8) | size)
+
+
+def inputs(b=2, t=20, d=16): return torch.randn(b, t, d, generator=generator(0, "inputs", b, t, d))
+
+
+def alive(model, loss):
+    model.zero_grad(set_to_none=True); loss.backward()
+    for n, p in model.named_parameters(): assert p.grad is not None and torch.isfinite(p.grad).all() and p.grad.abs().max() > 0, n
+
+
+# one function, three forms
+
+@pytest.mark.unit
+@pytest.mark.parametrize("t", (1, 3, 63, 64, 65, 127, 128, 129))
+@pytest.mark.parametrize("dtype, bound", ((torch.float64, 1e-9), (torch.float32, 1e-4)))
+def test_chunked_is_recurrent(t, dtype, bound):
+    a = arguments(t, dtype=dtype); state = torch.randn(2, 4, 3, 5, generator=generator(0, "state"), dtype=dtype)
+    for out, ref in zip(ssd_chunked(**a, state=state), ssd_recurrent(**a, state=state)): assert relative(out, ref) <= bound
+
+
+@pytest.mark.unit
+@settings(max_examples=20, deadline=None)
+@given(t=st.integers(2, 40), cut=st.floats(0.01, 0.99), chunk=st.integers(1, 48))
+def test_split_is_whole(t, cut, chunk):
+    k = min(max(1, int(t * cut)), t - 1); a = arguments(t)
+    part = lambda s: {n: v[:, s] if v.dim() > 1 else v for n, v in a.items()}
+    first, state = ssd_chunked(**part(slice(k)), chunk=chunk)
+    second, end = ssd_chunked(**part(slice(k, None)), chunk=chunk, state=state)
+    whole, last = ssd_chunked(**a, chunk=chunk)
+    assert relative(torch.cat([first, second], 1), whole) <= 1e-10 and relative(end, last) <= 1e-10
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("t", (1, 3, 63, 64, 65, 127, 128, 129))
+@pytest.mark.parametrize("dtype, bound", ((torch.float64, 1e-9), (torch.float32, 1e-4)))
+def test_fast_mixer_is_the_plain_one(t, dtype, bound):
+    s = Sizes(d=12, h=4, g=2, n=3, chunk=64); gen = generator(0, "mixer", t)
+    rnd = lambda *k: torch.randn(*k, generator=gen, dtype=dtype).requires_grad_()
+    row = rnd(3, t, s.row)
+    w = Weights(rnd(s.conv, 4), rnd(s.conv), rnd(4), (-torch.rand(4, generator=gen, dtype=dtype)).requires_grad_(), rnd(4), rnd(12))
+    outs = mixer(row, w, s)[0], fast_mixer(row, w, s)
+    weight = torch.randn(outs[0].shape, generator=gen, dtype=dtype)
+    grads = [torch.autograd.grad((o * weight).sum(), (row, *w)) for o in outs]
+    assert relative(outs[1], outs[0].detach()) <= bound
+    scale = max(g.abs().max() for g in grads[0])
+    for fast, plain in zip(*grads[::-1]): assert (fast - plain).abs().max() <= bound * scale
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("decay", (1e-6, 1e4, 1e8))
+def test_strong_and_weak_decay(decay):
+    a = {k: v.requires_grad_() for k, v in arguments(70, dtype=torch.float32, decay=decay).items()}
+    y, state = ssd_chunked(**a); (y.sum() + state.sum()).backward()
+    assert all(torch.isfinite(v.grad).all() for v in a.values()) and torch.isfinite(y).all()
+    model = stack()
+    with torch.no_grad():
+        for block in model.layers: block.dt_bias.fill_(decay if decay > 1 else -30.0); block.A_log.fill_(15.0 if decay > 1 else -15.0)
+    model(inputs(t=70)).square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.integration
+def test_forward_scan_and_step_agree():
+    model, u = stack(groups=2), inputs(3, 29)
+    with torch.no_grad():
+        whole, end = model.scan(u); fast = model(u)
+        state, ys = model.init_state(3), []
+        for i in range(29): y, state = model.step(u[:, i], state); ys.append(y)
+        a, mid = model.scan(u[:, :2]); b, _ = model.scan(u[:, 2:], mid)             # a piece shorter than the convolution
+    for other in (fast, torch.stack(ys, 1), torch.cat([a, b], 1)): assert relative(other, whole) <= 1e-4
+    assert all(relative(p, q) <= 1e-4 for s, e in zip(state, end) for p, q in zip(s, e))
+    assert [s.ssm.shape for s in state] == [s.ssm.shape for s in model.init_state(3)]   # the state does not grow
+
+
+@pytest.mark.integration
+def test_causal_and_rows_are_independent():
+    model, u = stack(), inputs(4, 21); changed = u.clone(); changed[:, 13:] *= -3
+    y = model(u)
+    assert torch.equal(model(changed)[:, :13], y[:, :13]) and not torch.allclose(model(changed)[:, 13:], y[:, 13:])
+    assert relative(model(u[2:3]), y[2:3]) <= 1e-4
+    u.requires_grad_(); model(u)[1, 9].sum().backward()
+    seen = u.grad.abs().sum(-1) > 0
+    assert seen[1, :10].all() and seen.sum() == 10                                     # nothing ahead, no other row
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("b", (1, 3))
+def test_left_padding_is_as_if_it_were_not_there(b):
+    model, u = stack(), inputs(b, 17)
+    valid = torch.arange(22)[None].expand(b, -1) >= 5
+    padded = torch.cat([torch.full((b, 5, 16), 7.0), u], 1).requires_grad_()
+    y = model(padded, valid); y[:, 5:].square().sum().backward()
+    assert relative(y[:, 5:], model(u)) <= 1e-4 and (padded.grad[:, :5] == 0).all() and torch.isfinite(padded.grad).all()
+
+
+# gradients, precision, repeatability
+
+@pytest.mark.integration
+@pytest.mark.parametrize("cast", (None, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("t", (1, 5, 8, 19))
+def test_every_gradient_is_finite_and_alive(cast, t):
+    torch.manual_seed(0); f = Mamba2Forecaster(CFG, 4)
+    with torch.autocast("cpu", cast, enabled=cast is not None): y = f.every(inputs(3, t, 4))
+    assert y.dtype == torch.float32 and torch.isfinite(y).all()
+    if t == 1:                                                                          # one bar from a zero state: nothing can decay yet
+        f.zero_grad(); (y * torch.arange(3)).square().mean().backward()
+        assert all(torch.isfinite(p.grad).all() for p in f.parameters())
+    else: alive(f, (y - torch.arange(3)).square().mean())
+    assert all(p.dtype == torch.float32 for p in f.parameters())
+
+
+@pytest.mark.unit
+def test_autocast_keeps_decay_and_states_in_fp32():
+    block = Mamba2Block(16, d_state=8, head=8)
+    with torch.autocast("cpu", torch.bfloat16): _, state = block.scan(inputs()); _, step = block.step(inputs()[:, 0], state)
+    assert {state.ssm.dtype, state.conv.dtype, step.ssm.dtype} == {torch.float32}
+    exact = block(inputs())
+    with torch.autocast("cpu", torch.bfloat16): assert relative(block(inputs()).float(), exact) < 0.03
+
+
+@pytest.mark.integration
+def test_checkpointing_changes_no_gradient():
+    a, b = stack(), stack(grad_checkpoint=True)
+    for m in (a, b): m(inputs()).square().sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(a.parameters(), b.parameters()))
+
+
+@pytest.mark.integration
+def test_deterministic_algorithms_suffice():
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            m = stack(); m(inputs(t=33)).square().sum().backward(); m.scan(inputs(t=33))[0].sum().backward(); runs.append([p.grad for p in m.parameters()])
+        assert all(torch.equal(*p) for p in zip(*runs))
+    finally: torch.use_deterministic_algorithms(False)
+
+
+# what it is made of
+
+@pytest.mark.unit
+def test_initial_dt_and_weight_decay_groups():
+    f = Mamba2Forecaster(CFG, 4); f.body.check()
+    for block in f.body.layers:
+        dt = F.softplus(block.dt_bias)
+        assert (dt >= 0.99e-4).all() and (dt <= 0.101).all() and (block.A_log.exp() >= 0.99).all() and (block.A_log.exp() <= 16.1).all() and (block.D == 1).all()
+    free = {id(p) for g in param_groups(f, 0.1) if g["weight_decay"] == 0 for p in g["params"]}
+    for n, p in f.named_parameters():
+        assert (id(p) in free) == any(k in n for k in ("dt_bias", "A_log", ".D", "norm", "bias")), n
+    for m in f.modules():                                                               # a generic initialisation that comes later is noticed
+        for p in m.parameters(recurse=False): torch.nn.init.normal_(p)
+    with pytest.raises(RuntimeError, match="layer 0: softplus\\(dt_bias\\)"): f.body.check()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("size, text", ((dict(head=7), "must be a multiple of head = 7"), (dict(head=8, groups=3), "multiple of groups = 3"), (dict(d_state=0), "d_state must be a whole number"), (dict(d_conv=2.5), "d_conv must be"), (dict(chunk=-1), "chunk must be")))
+def test_sizes_are_checked(size, text):
+    with pytest.raises(ValueError, match=text): Mamba2Block(16, **dict(head=8) | size)
+
+
+@pytest.mark.unit
+def test_monotone():
+    raw = torch.randn(50, 7, generator=generator(0, "raw")) * 30
+    assert (monotone(raw).diff(dim=-1) >= 0).all() and torch.equal(monotone(raw)[:, 0], raw[:, 0]) and monotone(raw[:, :1]).shape == (50, 1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("w", (1, 2, 4))
+@pytest.mark.parametrize("t", (1, 2, 9))
+def test_convolution_is_torchs(w, t):
+    x, k, b = inputs(2, t, 6), inputs(1, 6, w)[0], inputs(1, 1, 6)[0, 0]
+    assert torch.allclose(causal_conv(x, k, b)[0], F.conv1d(F.pad(x.transpose(1, 2), (w - 1, 0)), k[:, None], b, groups=6).transpose(1, 2), atol=1e-5)
+
+
+@pytest.mark.integration
+def test_live_forecasts_are_the_trained_ones():
+    torch.manual_seed(0); f = Mamba2Forecaster(CFG, 4).eval(); past = inputs(2, 25, 4)
+    with torch.no_grad():
+        every = f.every(past); state = f.init_state(2)
+        for i in range(25):
+            y, state = f.step(past[:, i], state)
+            assert relative(y, every[:, i]) <= 1e-4
+        warm, _ = f.scan(past)
+        assert relative(warm, f(past)) <= 1e-4 and f(past).shape == (2, 3, 3) and (every.diff(dim=-1) >= 0).all()
+
+
+# devices and checkpoints
+
+@pytest.mark.device
+def test_builds_and_runs_on_the_default_device():
+    with torch.device("meta"):
+        f = Mamba2Forecaster(CFG, 4); past = torch.empty(2, 19, 4)
+    assert {p.device.type for p in (*f.parameters(), *f.buffers())} == {"meta"}
+    f(past).sum().backward()                                                            # a tensor made on another device would not mix
+    y, state = f.scan(past); y, state = f.step(past[:, 0], state)
+    assert {y.device.type, *(t.device.type for s in state for t in s), *(p.grad.device.type for p in f.parameters())} == {"meta"}
+    f(past, torch.empty(2, 19, dtype=torch.bool, device="meta")).sum().backward()
+
+
+@pytest.mark.checkpoint
+def test_safetensors_round_trip(tmp_path):
+    from safetensors.torch import load_file, save_file
+    torch.manual_seed(0); f, g = Mamba2Forecaster(CFG, 4).eval(), Mamba2Forecaster(CFG, 4).eval()
+    save_file(f.state_dict(), tmp_path / "m.safetensors"); g.load_state_dict(load_file(tmp_path / "m.safetensors"))
+    assert torch.equal(f(inputs(d=4)), g(inputs(d=4)))
+    torch.save(f.state_dict(), tmp_path / "m.pt")
+    assert all(torch.equal(a, f.state_dict()[k]) for k, a in torch.load(tmp_path / "m.pt", weights_only=True).items())
+
+
+@pytest.mark.checkpoint
+def test_a_live_state_can_be_saved_and_continued(tmp_path):
+    from safetensors.torch import load_file, save_file
+    torch.manual_seed(0); f = Mamba2Forecaster(CFG, 4).eval(); past = inputs(1, 12, 4)
+    _, state = f.scan(past[:, :8])
+    save_file({f"{i}.{k}": t.contiguous() for i, s in enumerate(state) for k, t in s._asdict().items()}, tmp_path / "state.safetensors")
+    saved = load_file(tmp_path / "state.safetensors")
+    again = tuple(type(s)(saved[f"{i}.conv"], saved[f"{i}.ssm"]) for i, s in enumerate(state))
+    assert torch.equal(f.step(past[:, 8], again)[0], f.step(past[:, 8], state)[0])
+
+
+# a second implementation
+
+def hf_model(hidden, layers, state, head, chunk=16):
+    from transformers import Mamba2Config, Mamba2Model
+    return Mamba2Model(Mamba2Config(hidden_size=hidden, num_hidden_layers=layers, expand=2, head_dim=head, num_heads=2 * hidden // head, state_size=state, n_groups=1,
+                                    vocab_size=1, pad_token_id=None, bos_token_id=None, eos_token_id=None, chunk_size=chunk, conv_kernel=4))
+
+
+def randomised(model, seed=0):
+    "Every parameter away from its initial value, so that a swapped or ignored one shows."
+    gen = generator(seed, "golden")
+    with torch.no_grad():
+        for p in model.parameters(): p.add_(0.2 * torch.randn(p.shape, generator=gen))
+    return model
+
+
+def golden():
+    "A small transformers model: weights, input, output."
+    torch.manual_seed(0); hf = randomised(hf_model(16, 2, 8, 8)); u = inputs(2, 21, 16)
+    with torch.no_grad(): y = hf(inputs_embeds=u, use_cache=False).last_hidden_state
+    return {k: v.clone() for k, v in hf.state_dict().items() if "embedding" not in k} | {"input": u, "output": y}
+
+
+@pytest.mark.integration
+def test_transformers_golden_output():
+    from safetensors.torch import load_file
+    stored = load_file(GOLDEN); u, y = stored.pop("input"), stored.pop("output")
+    model = stack(); model.load_state_dict(reference_weights(stored))
+    assert relative(model(u), y) <= 1e-4 and relative(model.scan(u)[0], y) <= 1e-4
+
+
+@pytest.mark.peers
+def test_golden_is_what_transformers_computes():
+    from safetensors.torch import load_file
+    stored, hf = load_file(GOLDEN), hf_model(16, 2, 8, 8)
+    hf.load_state_dict({k: v for k, v in stored.items() if k not in ("input", "output")}, strict=False)
+    with torch.no_grad(): assert relative(hf(inputs_embeds=stored["input"], use_cache=False).last_hidden_state, stored["output"]) <= 1e-5
+
+
+@pytest.mark.peers
+def test_comparison_size_matches_transformers():
+    torch.manual_seed(0); hf = randomised(hf_model(256, 4, 64, 64, chunk=64)); ours = Mamba2(256, 4)
+    assert sum(p.numel() for p in ours.parameters()) == 1_728_352
+    ours.load_state_dict(reference_weights(hf.state_dict()))
+    u = inputs(2, 128, 256); target = inputs(2, 128, 257)[..., :256]
+    outs = hf(inputs_embeds=u, use_cache=False).last_hidden_state, ours(u)
+    assert relative(outs[1], outs[0].detach()) <= 1e-4
+    for o in outs: F.mse_loss(o, target).backward()
+    theirs = reference_weights({n: p.grad for n, p in hf.named_parameters()})
+    for n, p in ours.named_parameters(): assert relative(p.grad, theirs[n]) <= 1e-3, n
+
+
+@pytest.mark.peers
+def test_step_matches_transformers_cache():
+    torch.manual_seed(0); hf = randomised(hf_model(16, 2, 8, 8)).eval(); ours = stack(); ours.load_state_dict(reference_weights(hf.state_dict())); u = inputs(2, 12, 16)
+    with torch.no_grad():
+        _, state = ours.scan(u[:, :9]); out = hf(inputs_embeds=u[:, :9], use_cache=True); cache = out.cache
+        for i in range(9, 12):
+            y, state = ours.step(u[:, i], state)
+            assert relative(y, hf(inputs_embeds=u[:, i : i + 1], cache=cache, use_cache=True).last_hidden_state[:, 0]) <= 1e-4
+
+
+# a GPU
+
+@pytest.mark.gpu
+@pytest.mark.device
+def test_cuda_is_cpu_and_deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        cpu = stack(); gpu = copy.deepcopy(cpu).cuda(); u = inputs(3, 129)
+        outs = []
+        for m, x in ((cpu, u), (gpu, u.cuda()), (copy.deepcopy(gpu), u.cuda())):
+            m.zero_grad(); y = m(x); y.square().mean().backward(); outs.append((y.cpu(), [p.grad.cpu() for p in m.parameters()]))
+        assert relative(outs[1][0], outs[0][0]) <= 1e-3
+        for a, b in zip(outs[1][1], outs[0][1]): assert relative(a, b) <= 1e-2
+        assert all(torch.equal(a, b) for a, b in zip(outs[1][1], outs[2][1]))
+        for cast in (torch.float16, torch.bfloat16):
+            with torch.autocast("cuda", cast): y = gpu(u.cuda())
+            alive(gpu, y.float().square().mean())
+    finally: torch.use_deterministic_algorithms(False)
+
+
+if __name__ == "__main__":   # python tests/test_models_mamba2.py: write the golden file anew
+    from safetensors.torch import save_file
+    GOLDEN.parent.mkdir(exist_ok=True); save_file(golden(), GOLDEN)

@@ -1,0 +1,210 @@
+"Resume: train(N + M) is train(N), save, new process, load, train(M), bit for bit; killed at any moment the run goes on."
+import dataclasses
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from foxhunt import params as P
+from foxhunt.core import read_json
+from foxhunt.data.windows import synthetic_table
+from foxhunt.train import coordinator
+from foxhunt.train.checkpoint import load_state, save_state
+from foxhunt.train.coordinator import partial_of, read_history, train_all, train_model
+from foxhunt.train.health import TrainingError
+from foxhunt.train.registry import MODELS, spec, synthetic
+
+pytestmark = pytest.mark.checkpoint
+CPU = torch.device("cpu")
+replace = dataclasses.replace
+
+SMALL = P.Params(features=P.Features(state_bars=3), train=P.Train(
+    dqn=P.DQN(epochs=8, updates_per_epoch=4, lanes=16, hidden=(24, 24), batch=16, replay_size=2_000, learn_starts=64, checkpoint_every=2),
+    ppo=P.PPO(epochs=6, lanes=16, hidden=(16,), rollout=16, minibatch=64, passes=2, checkpoint_every=2),
+    mamba2=P.Mamba2(epochs=6, lookback=8, stride=16, d_model=16, n_layers=1, d_state=8, head=8, checkpoint_every=2),
+    tft=P.TFT(epochs=6, lookback=8, stride=16, hidden=8, heads=2, checkpoint_every=2, patience=20),
+    tlob=P.TLOB(epochs=4, stride=128, hidden=16, n_layers=1, checkpoint_every=2)))
+VARIANTS = {"dqn": {}, "dqn-prioritized-3step": dict(prioritized=True, n_step=3, dueling=True), "dqn-dense-hard": dict(replay="dense", target="hard", target_every=3), "dqn-wrapped": dict(replay_size=400),
+            "ppo": {}, "mamba2": {}, "tft": {}, "tft-fp16": dict(precision="fp16"), "tft-accumulated": dict(accumulate=4), "tlob": {}}
+
+
+@pytest.fixture(scope="module")
+def tables(): return {"bars": synthetic_table(512, 4, kind="visible"), "book": synthetic("book")}
+
+
+def make(variant, tables, seed=0):
+    name = variant.split("-")[0]; s = spec(name)
+    p = replace(SMALL, train=replace(SMALL.train, **{name: replace(getattr(SMALL.train, name), **VARIANTS[variant])}))
+    return s.trainer(tables["book" if s.kind == "book" else "bars"], p, seed, CPU)
+
+
+def same(a, b, path=""):
+    if isinstance(a, torch.Tensor): assert a.dtype == b.dtype and torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert list(a) == list(b), path
+        for k in a: same(a[k], b[k], f"{path}/{k}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b)): same(x, y, f"{path}/{i}")
+    else: assert a == b or a != a, (path, a, b)
+
+
+def metrics(rows): return [[v for k, v in r.items() if k != "seconds"] for r in rows]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_n_plus_m(variant, tables, tmp_path):
+    pytest.importorskip(f"foxhunt.train.{variant.split('-')[0]}" if variant[:3] in ("dqn", "ppo") else f"foxhunt.models.{variant.split('-')[0]}")
+    n, m = (3, 2) if variant != "tlob" else (1, 1)
+    whole = make(variant, tables); rows = [whole.run_epoch() for _ in range(n + m)]
+    first = make(variant, tables)
+    for _ in range(n): first.run_epoch()
+    save_state(tmp_path, first.state_dict())
+    torch.manual_seed(77); torch.rand(5)                       # the global generator is nobody's business
+    second = make(variant, tables, seed=0); second.load_state_dict(load_state(tmp_path)[0])
+    later = [second.run_epoch() for _ in range(m)]
+    same(whole.state_dict(), second.state_dict()); same(rows[n:], later)
+    assert whole.epoch == second.epoch == n + m
+
+
+# ---- through the coordinator, in processes that are killed ----
+
+def forked(fn):
+    def child():
+        torch.set_num_threads(1)                               # a fork has no OpenMP pool
+        sys.stderr = open(os.devnull, "w")
+        fn()
+    p = multiprocessing.get_context("fork").Process(target=child); p.start(); return p
+
+
+def slowly(trainer, row): time.sleep(0.02)
+
+
+def run(name, tables, out, **kw): return train_model(name, tables["bars"], SMALL, out, device="cpu", resume=True, callbacks=[slowly], **kw)
+
+
+def same_folder(a, b):
+    names = sorted(p.name for p in a.glob("*.safetensors")); assert names == sorted(p.name for p in b.glob("*.safetensors")) and names
+    for n in names: assert (a / n).read_bytes() == (b / n).read_bytes(), n
+    assert str(metrics(read_history(a / "history.csv"))) == str(metrics(read_history(b / "history.csv")))
+    sa, sb = read_json(a / "summary.json"), read_json(b / "summary.json")
+    for k in ("identity", "trend", "stable", "converged", "epochs", "parameters", "dead_parameters"): assert sa[k] == sb[k], k
+    same({k: v for k, v in load_state(a / "resume")[0].items()}, load_state(b / "resume")[0])
+
+
+@pytest.mark.parametrize("name", ["dqn", "ppo"])
+def test_killed_at_random_moments(name, tables, tmp_path):
+    pytest.importorskip(f"foxhunt.train.{name}")
+    p = forked(lambda: run(name, tables, tmp_path / "whole")); p.join(60); assert p.exitcode == 0
+    rng, kills = random.Random(3), 0
+    for attempt in range(30):
+        p = forked(lambda: run(name, tables, tmp_path / "killed")); p.join(rng.uniform(0.1, 0.5) if attempt < 6 else 60)
+        if p.exitcode is None: p.kill(); p.join(); kills += 1; continue
+        assert p.exitcode == 0; break
+    assert kills >= 1 and not partial_of(tmp_path / "killed").exists() and not list(tmp_path.glob(".*"))
+    same_folder(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_ctrl_c_leaves_a_whole_checkpoint(tables, tmp_path):
+    def child():
+        try: run("dqn", tables, tmp_path / "run")
+        except KeyboardInterrupt: os._exit(130)
+    p = forked(child)
+    partial, end = partial_of(tmp_path / "run"), time.time() + 30
+    while not (partial / "resume" / "latest.json").exists() and time.time() < end: time.sleep(0.01)
+    os.kill(p.pid, signal.SIGINT); p.join(30)
+    assert p.exitcode == 130 and not (tmp_path / "run").exists()
+    epoch = load_state(partial / "resume")[1]["epoch"]; assert epoch >= 2 and epoch % 2 == 0
+    assert "KeyboardInterrupt" in (partial / "train.log").read_text()
+    assert run("dqn", tables, tmp_path / "run")["epochs"] == 8 and "resumed at epoch" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_an_orphan_and_its_successor_write_one_folder_once(tables, tmp_path):
+    "Killed `dvc repro`: the orphan trains on; the new one waits, and finds its work done."
+    orphan = forked(lambda: run("dqn", tables, tmp_path / "run")); time.sleep(0.15)
+    second = forked(lambda: run("dqn", tables, tmp_path / "run"))
+    orphan.join(60); second.join(60); assert orphan.exitcode == second.exitcode == 0
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert log.count("Epoch 8/8") == 1 and log.count("Starting") == 1 and "resumed" not in log
+
+
+def test_a_dead_orphan_frees_its_successor(tables, tmp_path):
+    orphan = forked(lambda: run("dqn", tables, tmp_path / "run")); time.sleep(0.3)
+    second = forked(lambda: run("dqn", tables, tmp_path / "run")); time.sleep(0.1)
+    orphan.kill(); orphan.join(); second.join(60)
+    assert second.exitcode == 0 and len(read_history(tmp_path / "run" / "history.csv")) == 8
+
+
+@pytest.mark.parametrize("what, change", [("params.config.lr", lambda p, t: (replace(p, train=replace(p.train, dqn=replace(p.train.dqn, lr=5e-4))), t)),
+                                          ("params.env.slippage_ticks", lambda p, t: (replace(p, env=replace(p.env, slippage_ticks=2.0)), t)),
+                                          ("seed", lambda p, t: (replace(p, seed=9), t)),
+                                          ("data", lambda p, t: (p, replace(t, close=t.close * 1.0001)))])
+def test_another_run_is_not_continued(what, change, tables, tmp_path, capsys):
+    def stop(trainer, row):
+        if row["epoch"] == 3: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): train_model("dqn", tables["bars"], SMALL, tmp_path / "run", device="cpu", callbacks=[stop])
+    p, t = change(SMALL, tables["bars"])
+    train_model("dqn", t, p, tmp_path / "run", device="cpu", resume=True)
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert f"starting afresh: {what}" in log.replace("params.config", "params.config") and "Epoch 1/8" in log
+
+
+def test_another_models_params_do_not_matter(tables, tmp_path):
+    a = coordinator.run_identity(spec("dqn"), tables["bars"], SMALL, 0)
+    assert a == coordinator.run_identity(spec("dqn"), tables["bars"], replace(SMALL, train=replace(SMALL.train, ppo=P.PPO(lr=1.0)), profile="seed"), 0)
+
+
+def test_files_of_a_run(tables, tmp_path):
+    s = train_model("dqn", tables["bars"], SMALL, tmp_path / "dqn", device="cpu")
+    assert sorted(p.name for p in (tmp_path / "dqn").iterdir()) == ["dqn_epoch_2.safetensors", "dqn_epoch_4.safetensors", "dqn_epoch_6.safetensors", "dqn_epoch_8.safetensors",
+                                                                    "dqn_final_epoch8.safetensors", "history.csv", "identity.json", "resume", "summary.json", "train.log"]
+    log = (tmp_path / "dqn" / "train.log").read_text()
+    for words in ("Configuration: ", "Device: cpu (as asked)", "Epoch 8/8: loss=", "Q-value=", "grad_norm=", "duration=", "Convergence: "): assert words in log, words
+    for k in ("loss", "q_mean", "epsilon", "grad_norm"): assert s["last"][k] is not None and s["mean"][k] is not None
+    for k in ("seconds", "converged", "stable", "trend", "warnings", "device", "machine", "device_reason"): assert k in s
+    assert read_json(tmp_path / "dqn" / "summary.json") == s
+
+
+def test_train_all_goes_on_after_a_failure_and_names_it(tables, tmp_path):
+    with pytest.raises(TrainingError, match="1 of 2 models failed: tlob: no book table"): train_all(["tlob", "dqn"], {"bars": tables["bars"]}, SMALL, tmp_path, device="cpu")
+    assert (tmp_path / "dqn" / "summary.json").exists() and not (tmp_path / "tlob").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_kill_9_of_a_fresh_interpreter(name, tmp_path):
+    "The same law across interpreters and for every model, as `dvc repro` would see it."
+    code = ("import sys, time; sys.path.insert(0, sys.argv[3]); from test_train_resume import SMALL, synthetic_table, synthetic, spec, train_model, slowly\n"
+            "s = spec(sys.argv[1]); t = synthetic('book') if s.kind == 'book' else synthetic_table(512, 4, kind='visible')\n"
+            "train_model(s.name, t, SMALL, sys.argv[2], device='cpu', resume=True, callbacks=[slowly])")
+    def start(out): return subprocess.Popen([sys.executable, "-c", code, name, str(out), os.path.dirname(__file__)], stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert start(tmp_path / "whole").wait(300) == 0
+    rng, kills = random.Random(5), 0
+    for attempt in range(12):
+        p, began = start(tmp_path / "killed"), time.time()
+        while not partial_of(tmp_path / "killed").exists() and time.time() - began < 60 and p.poll() is None: time.sleep(0.005)
+        try: assert p.wait(rng.uniform(0.02, 0.4) if attempt < 5 else 300) == 0; break
+        except subprocess.TimeoutExpired: p.kill(); p.wait(); kills += 1
+    assert kills >= 1; same_folder(tmp_path / "whole", tmp_path / "killed")
+
+
+@pytest.mark.gpu
+@pytest.mark.device
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_state_crosses_devices_and_memory_comes_back(name, tables, tmp_path):
+    s, table = spec(name), tables["book" if spec(name).kind == "book" else "bars"]
+    torch.cuda.empty_cache(); base = torch.cuda.memory_allocated()
+    a = s.trainer(table, SMALL, 0, torch.device("cuda", 0)); a.run_epoch(); save_state(tmp_path, a.state_dict())
+    b = s.trainer(table, SMALL, 0, CPU); b.load_state_dict(load_state(tmp_path)[0])
+    for k, v in b.weights().items(): assert torch.allclose(v, a.weights()[k].cpu())
+    b.run_epoch(); save_state(tmp_path, b.state_dict())
+    a.load_state_dict(load_state(tmp_path)[0]); a.run_epoch(); del a
+    import gc; gc.collect(); torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= base + 1024
