@@ -82,8 +82,9 @@ class DQN:
     lanes: int = 64
     hidden: tuple[int, ...] = (512, 512, 512, 256)
     batch: int = 64
-    lr: float = 1e-4
-    gamma: float = 0.95
+    lr: float = 1e-3
+    anneal: bool = True            # learning rate to 0 over the run
+    gamma: float = 0.9             # the bars that count: 10
     n_step: int = 1
     double: bool = True
     dueling: bool = False
@@ -96,7 +97,7 @@ class DQN:
     clip: float = 10.0             # gradient norm
     target: Literal["hard", "polyak"] = "polyak"
     target_every: int = 100        # updates, for hard
-    tau: float = 0.01              # for polyak
+    tau: float = 0.05              # for polyak
     eps_start: float = 1.0
     eps_end: float = 0.05
     eps_fraction: float = 0.5      # of all updates, over which epsilon falls linearly
@@ -118,9 +119,9 @@ class PPO:
     rollout: int = 32                      # steps per lane between updates
     minibatch: int = 512
     passes: int = 4                        # over each rollout
-    lr: float = 3e-4
+    lr: float = 2e-3
     anneal: bool = True                    # learning rate to 0 over the run
-    gamma: float = 0.95
+    gamma: float = 0.9
     gae_lambda: float = 0.95
     clip_range: float = 0.2
     value_coef: float = 0.5

@@ -183,7 +183,7 @@ def noisy_table(bars, share=0.8, seed=3):
 
 @pytest.mark.slow
 @pytest.mark.integration
-@pytest.mark.parametrize("cfg", [replace(TFT, hidden=16, epochs=12, lr=5e-3), replace(MAMBA, d_model=32, epochs=12, lr=5e-3)], ids=["tft", "mamba2"])
+@pytest.mark.parametrize("cfg", [replace(TFT, hidden=16, epochs=5, lr=1e-2), replace(MAMBA, d_model=32, epochs=8, lr=5e-3)], ids=["tft", "mamba2"])
 def test_known_structure_within_a_tenth_of_bayes(cfg):
     t = noisy_table(12_000); cfg = replace(cfg, horizon=1, stride=1, dropout=0.0)
     trainer = ForecastTrainer(t, cfg)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MONTHS', 'HOW', 'ADJUST', 'PRICES', 'delivery_month', 'Leg', 'legs', 'Roll', 'schedule', 'continuous',
-           'adjust_segments', 'segments', 'changes', 'roll_cost', 'roller']
+           'adjust_segments', 'segments', 'changes', 'roll_cost', 'roller', 'source_roller']
 
 # %% ../../nbs/data/15_rolls.ipynb #4529f987
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from ..core import UserError
 from .sessions import session_dates
 
 if TYPE_CHECKING:
+    from pathlib import Path
     import pandas as pd
 
 # %% ../../nbs/data/15_rolls.ipynb #9b542613
@@ -222,3 +223,22 @@ def roller(
         import pandas as pd
         return continuous(pd.concat([f.assign(symbol=s) for s, f in by_symbol.items()], ignore_index=True), how, adjust, **options)[0]
     return roll
+
+
+
+def source_roller(
+    src: "str | Path",         # where the bars came from; a folder of DBN files may hold definitions and statistics
+    how: str,
+    adjust: str = "none",
+    *,
+    calendar: str,
+    days: int = 8,
+) -> "Callable[[dict], pd.DataFrame]":
+    "`roller` with the expiries and the open interest found in `src`."
+    from pathlib import Path
+    from foxhunt.data.dbn import is_dbn, read_definitions, read_open_interest
+    folder = Path(src); has_dbn = folder.is_dir() and any(is_dbn(p) for p in folder.iterdir())
+    if how == "open_interest" and not has_dbn: raise UserError(f"{src}: open interest comes from DBN statistics; give a folder that holds them, or roll by volume")
+    definitions = read_definitions(folder) if has_dbn else None
+    interest = read_open_interest(folder) if how == "open_interest" else None
+    return roller(how, adjust, calendar=calendar, days=days, definitions=definitions, open_interest=interest)

@@ -250,6 +250,7 @@ class Pretend(TorchDispatchMode):
 # %% ../../nbs/hardware/42_audit.ipynb #d1ec48d9
 def _forked(pipe, fn, args):
     torch.set_num_threads(1)   # a fork has no OpenMP pool
+    torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: False   # and CUDA cannot be used in a fork
     try: pipe.send((True, fn(*args)))
     except BaseException as e: pipe.send((False, f"{type(e).__name__}: {e}\n{traceback.format_exc()}"))
 

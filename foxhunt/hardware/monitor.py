@@ -122,7 +122,7 @@ class Monitor:
         out: str | Path | None = None,          # CSV file, written line by line; None: statistics only
         interval: float = 1.0,                  # seconds between readings
         *,
-        device: int | None = None,              # torch's CUDA index, matched by UUID; None: its device 0 if torch has CUDA, else the first visible
+        device: int | None = None,              # torch's CUDA index, matched by UUID; None: its device 0 if torch uses CUDA already, else the first visible
         pids: Callable[[], Collection[int]] = lambda: (os.getpid(),),  # processes whose memory counts as this run's
         ceiling: float | None = None,           # MiB of the device in use above which to warn
         nominal_watts: float | None = None,     # for cards that tell neither energy nor power
@@ -135,7 +135,7 @@ class Monitor:
         self.stats, self.over, self.warned, self.cpu, self.file, self.thread, self.stop = Statistics(nominal_watts), 0, False, 0.0, None, None, threading.Event()
         self.gpu: Gpu | None = None
         self.nvml, self.reason = open_nvml(api)
-        if self.nvml: self.gpu, self.reason = find_gpu(self.nvml, torch_uuid(device or 0) if api is None or device is not None else None)
+        if self.nvml: self.gpu, self.reason = find_gpu(self.nvml, torch_uuid(device or 0, start=device is not None))
         if interval <= 0: raise ValueError(f"interval must be more than 0 seconds, got {interval}")
 
     def sample(self) -> Sample | None:

@@ -6,7 +6,7 @@
 __all__ = ['COLUMNS', 'MIB', 'THROTTLE', 'READINGS', 'Sample', 'Gpu', 'Nvml', 'open_nvml', 'find_gpu', 'torch_uuid', 'Energy']
 
 # %% ../../nbs/hardware/40_nvml.ipynb #5002ef16
-import contextlib, os
+import contextlib, os, sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any
@@ -159,10 +159,14 @@ def find_gpu(
     except Exception as e: return None, f"no GPU monitor: {' '.join(str(e).split())}"
 
 
-def torch_uuid(index: int = 0) -> str | None:
-    "The UUID of torch's CUDA device `index`, as NVML writes it; None without CUDA."
-    import torch
-    if not torch.cuda.is_available(): return None
+def torch_uuid(
+    index: int = 0,
+    start: bool = False,   # start CUDA if it is not started: a monitor beside another process should not
+) -> str | None:           # as NVML writes it; None without CUDA
+    "The UUID of torch's CUDA device `index`."
+    torch = sys.modules.get("torch")
+    if start and torch is None: import torch
+    if torch is None or not (torch.cuda.is_initialized() or start and torch.cuda.is_available()): return None
     text = str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) or None
     return text if text is None or text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"
 

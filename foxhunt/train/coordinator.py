@@ -24,7 +24,7 @@ from .health import TrainingError, dead_parameters, update_ratio, verdict
 
 # %% ../../nbs/train/57_coordinator.ipynb #498fe580
 class Trainer(Protocol):
-    "What `fit` needs. A trainer may also have `stopped: bool`: true when it wants no further epoch (early stopping)."
+    "What `fit` needs. Optional: `stopped: bool`, no further epoch wanted (early stopping); `updates: int`, 0 while there is nothing to measure yet."
     name: str              # model name, the prefix of its files
     model: nn.Module
     device: torch.device
@@ -114,7 +114,7 @@ class History:
         self.path, self.rows = path, []
         lines = path.read_text().splitlines() if keep and path.exists() else []
         if lines: self.rows = [{k: _number(v) for k, v in r.items()} for r in csv.DictReader(lines[:keep + 1])]
-        if len(self.rows) != keep or any(None in r.values() for r in self.rows): raise UserError(f"{path}: holds {max(len(lines) - 1, 0)} epochs where the checkpoint has {keep}")
+        if len(self.rows) != keep: raise UserError(f"{path}: holds {max(len(lines) - 1, 0)} epochs where the checkpoint has {keep}")
         with atomic_file(path) as part: part.write_text("".join(line + "\n" for line in lines[:keep + 1]))
         self.file = open(path, "a", newline="")
 
@@ -131,7 +131,7 @@ class History:
 
 
 def _number(text: str | None) -> float | int | None:
-    if text is None: return None
+    if not text: return None   # nothing was measured
     try: return int(text)
     except ValueError: return float(text)
 
@@ -153,7 +153,7 @@ def epoch_line(
 ) -> str:
     "`Epoch 10/500: loss=0.050000, Q-value=1.0000, grad_norm=0.005000, duration=0.03s`"
     form = {"seconds": "{:.2f}s", "epsilon": "{:.4f}", "q_mean": "{:.4f}", "lr": "{:.2e}"}
-    return f"Epoch {row['epoch']}/{epochs}: " + ", ".join(f"{w}={form.get(k, '{:.6f}').format(row[k])}" for k, w in WORDS.items() if k in row)
+    return f"Epoch {row['epoch']}/{epochs}: " + ", ".join(f"{w}={form.get(k, '{:.6f}').format(row[k])}" for k, w in WORDS.items() if row.get(k) is not None)
 
 
 class Log:
@@ -240,7 +240,7 @@ def summarize(
     "JSON values: last and mean of every metric, the verdict, the machine."
     v = verdict(rows, trainer.name, dead=dead, update=update)
     names = [k for k in rows[0] if k != "epoch"]
-    mean = {k: float(np.mean([r[k] for r in rows])) for k in names}
+    mean = {k: float(np.mean(known)) if (known := [r[k] for r in rows if r[k] is not None]) else None for k in names}
     cuda = trainer.device.type == "cuda"
     return jsonable({
         "model": trainer.name, "epochs": len(rows), "seconds": sum(r["seconds"] for r in rows), "converged": v.converged, "stable": v.stable, "trend": v.trend, "warnings": v.warnings,
@@ -267,11 +267,12 @@ def _loop(trainer: Trainer, folder: Path, history: History, log: Log, epochs: in
             synchronize(trainer.device); start = time.perf_counter()
             metrics = trainer.run_epoch()
             synchronize(trainer.device); seconds = time.perf_counter() - start
+            if getattr(trainer, "updates", None) == 0: metrics = {k: None if math.isnan(v) else v for k, v in metrics.items()}   # an agent still filling its replay: nothing to measure
             row = {"epoch": trainer.epoch, **metrics, "seconds": seconds}
             history.append(row); log(epoch_line(row, epochs))
-            bad = [k for k in ("loss", "policy_loss", "value_loss", "grad_norm") if k in row and not math.isfinite(row[k])]
+            bad = [k for k in ("loss", "policy_loss", "value_loss", "grad_norm") if row.get(k) is not None and not math.isfinite(row[k])]
             if bad: raise TrainingError(f"{trainer.name}: {bad[0]} is {row[bad[0]]} at epoch {trainer.epoch}; lower lr or clip, or look for bad values in the features")
-            bar.set_postfix({WORDS[k]: f"{row[k]:.4g}" for k in WORDS if k in row}, refresh=False); bar.update()
+            bar.set_postfix({WORDS[k]: f"{row[k]:.4g}" for k in WORDS if row.get(k) is not None}, refresh=False); bar.update()
             if trainer.epoch % every == 0: checkpoint(trainer, folder, history, f"{trainer.name}_epoch_{trainer.epoch}.safetensors")
             for call in callbacks: call(trainer, row)
     return update_ratio(before, dict(trainer.model.named_parameters())) if before is not None and not getattr(trainer, "stopped", False) else None
@@ -279,6 +280,7 @@ def _loop(trainer: Trainer, folder: Path, history: History, log: Log, epochs: in
 # %% ../../nbs/train/57_coordinator.ipynb #92e0cc62
 def _run(trainer: Trainer, partial: Path, log: Log, epochs: int, every: int, callbacks: Sequence[Callback], facts: dict) -> dict:
     "From the state in `partial` (or from nothing) to a complete folder that only lacks its name."
+    if trainer.device.type == "cuda": torch.cuda.reset_peak_memory_stats(trainer.device)
     if has_state(partial / "resume"):
         state, meta = load_state(partial / "resume"); trainer.load_state_dict(state)
         if trainer.epoch != meta["epoch"]: raise UserError(f"{partial}: its resume state is of epoch {meta['epoch']}, the trainer says {trainer.epoch}")
