@@ -70,9 +70,9 @@ def bars(
     from foxhunt.data.bars import make_bars
     from foxhunt.market.contracts import contract as lookup
     p = load_params(params, profile, **{"data.stamp": stamp, "data.contracts": contract or None, "data.fill": fill, "data.roll": roll, "data.adjust": adjust}).data
-    from foxhunt.data.rolls import roller
+    from foxhunt.data.rolls import source_roller
     specs = [lookup(c) for c in p.contracts]
-    report = make_bars(src, outdir, contract=specs, stamp=p.stamp, fill=p.fill, roll=None if p.roll == "none" else roller(p.roll, p.adjust, calendar=specs[0].calendar))
+    report = make_bars(src, outdir, contract=specs, stamp=p.stamp, fill=p.fill, roll=None if p.roll == "none" else source_roller(src, p.roll, p.adjust, calendar=specs[0].calendar))
     for name, facts in report["contracts"].items():
         typer.echo(f"{name}: {facts['rows']:,} bars of {facts['interval_ns'] / 1e9:g} s, {facts['first']} to {facts['last']} -> {outdir}/{name}.parquet")
 

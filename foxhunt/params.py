@@ -123,6 +123,7 @@ class PPO:
     anneal: bool = True                    # learning rate to 0 over the run
     gamma: float = 0.9
     gae_lambda: float = 0.95
+    scale_returns: bool = True             # the critic learns values x (1 - gamma): rewards per bar
     clip_range: float = 0.2
     value_coef: float = 0.5
     entropy_coef: float = 0.01

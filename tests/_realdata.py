@@ -1,4 +1,4 @@
-"""Real market files, which the project does not hold: a folder named by FOXHUNT_TEST_DATA, or `shared/data` beside the checkout."""
+"""Real market files, which the project does not hold: a folder named by FOXHUNT_TEST_DATA, or one of shared files beside the checkout."""
 import os
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 """Bad input is refused in one line that says where, and leaves nothing behind; good input survives every way in and out."""
-import gzip, os
+import gzip
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,8 @@ from foxhunt.data.bars import COLUMNS, PRICES, infer_interval, load_bars, make_b
 from foxhunt.data.sessions import CALENDARS, bars_per_year, schedule, session_dates, session_marks
 from foxhunt.data.store import epoch_ns, export_us, read_parquet, write_parquet
 from foxhunt.market.contracts import contract
+
+from _realdata import real
 
 ROOT = Path(__file__).parents[1]
 EUR, SPOT = contract("6E"), contract("EURUSD")
@@ -197,15 +199,11 @@ def test_gaps_are_no_other_interval(steps):
 
 # the exchange's own month, where somebody has it ------------------------------
 
-REAL = Path(os.environ.get("FOXHUNT_REAL_DATA", "/nonexistent"))
-
-
-@pytest.mark.skipif(not (REAL / "6EH4.1min.close-stamped.2024-01.csv.gz").exists(), reason="set FOXHUNT_REAL_DATA to a folder with the 6EH4 files")
 def test_a_real_month_of_the_euro_future_as_csv_and_as_dbn():
-    bars, seen = read_bars(REAL / "6EH4.1min.close-stamped.2024-01.csv.gz", EUR, "close")
+    bars, seen = read_bars(real("6EH4.1min.close-stamped.2024-01.csv.gz"), EUR, "close")
     assert len(bars) == 29_996 and bars.iloc[0][["open", "high", "low", "close", "volume"]].tolist() == [1.1076, 1.10785, 1.1076, 1.1078, 205]
     assert bars.ts_event.iloc[0] == pd.Timestamp("2024-01-01 23:00", tz="UTC") and bars.ts_event.iloc[-1] == pd.Timestamp("2024-01-31 23:58", tz="UTC")
     assert seen["gaps_in_session"]["count"] == 302 + 51 and seen["outside_session"]["count"] == 0
-    dbn, _ = read_bars(REAL / "6EH4.ohlcv-1m.2024-01.dbn.zst", EUR)
+    dbn, _ = read_bars(real("6EH4.ohlcv-1m.2024-01.dbn.zst"), EUR)
     pd.testing.assert_frame_equal(dbn.drop(columns="instrument_id"), bars.drop(columns="instrument_id"))
-    with pytest.raises(UserError, match="use stamp open"): read_bars(REAL / "6EH4.ohlcv-1m.2024-01.dbn.zst", EUR, "close")
+    with pytest.raises(UserError, match="use stamp open"): read_bars(real("6EH4.ohlcv-1m.2024-01.dbn.zst"), EUR, "close")

@@ -1,6 +1,5 @@
 """The real Databento client against a local TLS server: price, ranges, refusals, busy servers, broken lines, resuming."""
 import json, logging
-from pathlib import Path
 
 import pytest
 

@@ -10,7 +10,7 @@ __all__ = ['LEVELS', 'UP', 'FLAT', 'DOWN', 'TRAIN', 'VAL', 'TEST', 'CROSSED', 'O
            'book_events', 'make_book', 'load_book']
 
 # %% ../../nbs/data/16_book.ipynb #bad66b6e
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -357,9 +357,9 @@ def book_events(
     parquet = sorted(src.glob("*.parquet")) if src.is_dir() else [src] if src.suffix in (".parquet", ".pq") else []
     if parquet: stream = (e for p in parquet for e in _parquet_events(p, chunk, report))
     else:
-        kinds = {dbn.read_header(p).schema for p in dbn.dbn_files(src)}
+        kinds = {dbn.read_header(p).schema for p in ([src] if src.is_file() else filter(dbn.is_dbn, sorted(src.iterdir())))}
         schema = next((k for k in ("mbp-10", "mbo") if k in kinds), None)
-        if schema is None: raise UserError(f"{src}: holds {', '.join(map(str, kinds))}; an order book needs mbp-10 or mbo")
+        if schema is None: raise UserError(f"{src}: holds {', '.join(map(str, kinds)) or 'no .dbn, .dbn.zst or .parquet file'}; an order book needs mbp-10 or mbo")
         stream = _dbn_events(src, schema, root, chunk, report)
     for levels, ts, ids, names in stream:
         for id in np.unique(ids):
@@ -380,7 +380,7 @@ def _dbn_events(src: Path, schema: str, root: str | None, chunk: int, report: di
     report["unknown_orders"] = sum(b.unknown for b in books.values())
 
 # %% ../../nbs/data/16_book.ipynb #4b85d989
-def _cuts(chunks: "callable", shares: tuple[float, float], low: int, high: int, total: int) -> tuple[int, int]:
+def _cuts(chunks: Callable, shares: tuple[float, float], low: int, high: int, total: int) -> tuple[int, int]:
     "Times before which the given shares of all events lie: a histogram, refined around each, never the list of all times."
     out = []
     for share in shares:

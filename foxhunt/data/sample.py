@@ -11,8 +11,6 @@ import hashlib, zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..core import UserError, atomic_file
 from .book import synthetic_levels
 from .store import write_parquet

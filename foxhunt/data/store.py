@@ -123,7 +123,7 @@ def export_us(
     path: str | Path,
 ) -> None:
     "Parquet with microsecond timestamps; a `UserError` names the first time that would lose digits."
-    import pandas as pd, pyarrow as pa, pyarrow.parquet as pq
+    import pyarrow as pa, pyarrow.parquet as pq
     table = _arrow(frame, str(path))
     for i, field in enumerate(table.schema):
         if not pa.types.is_timestamp(field.type): continue

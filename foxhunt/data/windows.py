@@ -9,7 +9,7 @@ __all__ = ['TRAIN', 'VAL', 'TEST', 'UNUSED', 'SPLITS', 'ROWS', 'FLOOR', 'CLIP', 
 
 # %% ../../nbs/data/18_windows.ipynb #22b27592
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np

@@ -142,7 +142,7 @@ class DeviceMixup(RuntimeError):
 # %% ../../nbs/hardware/42_audit.ipynb #1410c9b9
 _aten = torch.ops.aten
 _HOST = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default, _aten.item.default}
-_MOST = 10_000  # synchronisations after which a run is stopped: a loop on a device value may never end
+_MOST = 500  # synchronisations after which a run is stopped: a loop on a device value may never end
 
 
 class Pretend(TorchDispatchMode):
@@ -284,6 +284,7 @@ def in_fresh(
     timeout: float = 600,  # seconds
 ) -> Any:
     "`fn(*args)` in a new interpreter with this one's import path."
+    resolve(fn)   # a wrong name is told at once
     code = "import json, sys; from foxhunt.hardware.audit import resolve; fn, args = json.loads(sys.stdin.read()); print('\\0' + json.dumps(resolve(fn)(*args)))"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in [*sys.path, os.getcwd()] if p)}
     run = subprocess.run([sys.executable, "-c", code], input=json.dumps([fn, args]), capture_output=True, text=True, timeout=timeout, env=env)
@@ -496,7 +497,7 @@ def audit(
     timeout: float = 600,                  # seconds, for a factory given by name
 ) -> AuditResult:
     "Audit one workload in a process of its own: a fresh interpreter for a name, a fork for a callable."
-    if isinstance(factory, str): return result_from_dict(in_fresh("foxhunt.hardware.audit:_audit_json", factory, kwargs or {}, index, dtype, timeout=timeout))
+    if isinstance(factory, str) and resolve(factory): return result_from_dict(in_fresh("foxhunt.hardware.audit:_audit_json", factory, kwargs or {}, index, dtype, timeout=timeout))
     return in_fork(lambda: audit_here(factory if isinstance(factory, Workload) else factory(), index, getattr(torch, dtype)))
 
 # %% ../../nbs/hardware/42_audit.ipynb #3747c950

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['CATEGORIES', 'PRECISIONS', 'MIB', 'CARDS', 'Trace', 'Recorder', 'cuda_kernels', 'MasterWeights', 'record', 'Measured',
            'measure_host', 'predict_host', 'OutOfMemory', 'CachingAllocator', 'Card', 'card_from_device', 'Footprint',
-           'replay', 'predict_here', 'predict', 'grid', 'largest', 'largest_batch', 'static_footprint', 'Check',
-           'thresholds', 'Plan', 'plans']
+           'replay', 'predict_here', 'predict', 'predict_many', 'grid', 'largest', 'largest_batch', 'static_footprint',
+           'Check', 'thresholds', 'Plan', 'plans']
 
 # %% ../../nbs/hardware/43_memory.ipynb #78ab576e
-import bisect, contextlib, dataclasses, sys, weakref
+import bisect, contextlib, dataclasses, itertools, sys, weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class Recorder(Pretend):
         super().__init__(index)
         self.trace, self.phase, self.outside, self.ids = Trace(), "parameters", outside, WeakIdKeyDictionary()
 
-        self.known: dict[tuple, int] = {}   # bytes of kernels' own workspaces
+        self.known: dict[tuple, tuple[int, int]] = {}   # bytes that kernels keep and use for themselves
         with self: self._calibrate()
 
     def _calibrate(self) -> None:
@@ -80,16 +80,26 @@ class Recorder(Pretend):
         if place and self._from_engine() and isinstance(args[1], Tensor | int):
             self.seen = args[0]._use_count()
             if self.seen <= self.alone and _dense(args[0]) and args[0].dtype == getattr(args[-1], "dtype", args[0].dtype): func = place
+        lstm = self.host and func in (_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default)
+        kept, scratch = self._kernel(func, args) if lstm else (0, 0)
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is _aten.mkldnn_rnn_layer.default and args[-1]: out = (*out[:3], self._workspace(args))
+        if kept:
+            with self.fake: out = (*out[:3], self._born(torch.empty(kept, dtype=torch.uint8)))
+        if scratch: self.trace.events.append((-scratch, self.add(scratch, "other")))   # used and gone while the outputs are there
         return out
 
-    def _workspace(self, args) -> FakeTensor:
-        "The host's LSTM kernel keeps gates and states for its backward pass; how many bytes only the kernel knows, so it is asked, on zeros."
-        shapes = tuple(tuple(a.shape) if isinstance(a, Tensor) else str(a) for a in args)
-        if shapes not in self.known: self.known[shapes] = _aten.mkldnn_rnn_layer(*(torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, Tensor) else a for a in args))[3].numel()
-        with self.fake: kept = torch.empty(self.known[shapes], dtype=torch.uint8)
-        return self._born(kept)
+    def _kernel(self, func, args) -> tuple[int, int]:
+        "The host's LSTM kernel keeps a workspace for its backward pass and uses scratch memory; only the kernel knows how much, so it is asked, on zeros."
+        from torch.profiler import ProfilerActivity, profile
+        key = (func, *((a.shape, a.stride()) if isinstance(a, Tensor) else str(a) for a in args))
+        if key not in self.known:
+            real = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_() if isinstance(a, Tensor) else a for a in args]
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof: out = func(*real)
+            changes = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
+            sums = [0, *itertools.accumulate(b for _, b in changes)]
+            kept = out[3].numel() if func is _aten.mkldnn_rnn_layer.default and args[-1] else 0
+            self.known[key] = kept, max(sums) - sums[-1]
+        return self.known[key]
 
     def _from_engine(self) -> bool:
         "Is the operation one of the backward engine's own, with no Python between?"
@@ -412,6 +422,14 @@ def predict_here(w: Workload, batch: int | None = None, precision: str = "fp32",
 def predict(w: Workload, batch: int | None = None, precision: str = "fp32", card: Card = CARDS["RTX 3050 Ti Laptop"]) -> Footprint:
     "Predicted memory of training `w`; this process stays as it is."
     return in_fork(predict_here, w, batch, precision, card)
+
+
+def predict_many(
+    jobs: Iterable[tuple],   # (workload, batch or None, precision)
+    card: Card = CARDS["RTX 3050 Ti Laptop"],
+) -> list[Footprint]:
+    "Several predictions in one fork."
+    return in_fork(lambda: [predict_here(w, b, p, card) for w, b, p in jobs])
 
 # %% ../../nbs/hardware/43_memory.ipynb #5223d10f
 def grid(

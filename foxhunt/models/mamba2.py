@@ -6,7 +6,7 @@
 __all__ = ['EPS', 'ssd_step', 'ssd_recurrent', 'triangle', 'decay_matrix', 'in_chunks', 'full_precision', 'ssd_chunked',
            'causal_conv', 'causal_conv_step', 'gated_norm', 'Sizes', 'State', 'Weights', 'mixer', 'mixer_step',
            'conv_forward', 'conv_backward', 'silu_gate', 'silu_slope', 'Parts', 'heads_first', 'ssd_parts',
-           'ssd_forward', 'ssd_backward', 'gate_forward', 'gate_backward', 'FastMixer', 'fast_mixer', 'Mamba2Block',
+           'ssd_forward', 'ssd_backward', 'rms', 'rms_backward', 'rows_product', 'FastBlock', 'mask_row', 'Mamba2Block',
            'Mamba2', 'reference_weights', 'monotone', 'Mamba2Forecaster']
 
 # %% ../../nbs/models/31_mamba2.ipynb #2b05bd6e
@@ -293,10 +293,10 @@ def ssd_backward(
     dy: Tensor,  # its gradient
 ) -> tuple[Tensor, ...]:  # gradients of X, dt, A, B, C, D
     rp = m.X.shape[-2:]
-    dyh = heads_first(dy)
-    M = m.L * m.G[:, :, :, None]
+    dyh, M = heads_first(dy), m.L * m.G[:, :, :, None]
     dXd = (M.transpose(-1, -2) @ dyh).transpose(3, 4)                                # gradient of dt * X, (b, c, g, q, r, p)
     dG = torch.matmul(dyh, m.Xd.transpose(-1, -2), out=M).mul_(m.L).sum(3).tril_()   # M's memory is free by now
+    del dyh, M
     dC, dB = dG @ m.B, dG.transpose(-1, -2) @ m.C
     skip = (dy * m.X).sum(-1)                                                        # (b, c, g, q, r)
     dc = (dy * y).sum(-1) - D[:, None] * skip                                        # row sums of dM * M, states included
@@ -318,40 +318,39 @@ def ssd_backward(
     dX = torch.addcmul(dXd * m.dt[..., None], dy, D[:, None, :, None])
     return dX, ddt, dA, dB, dC, skip.sum((0, 1, 3))
 
-# %% ../../nbs/models/31_mamba2.ipynb #da9e8677
-def gate_forward(y: Tensor, z: Tensor, weight: Tensor) -> Tensor:
-    g = silu_gate(z)[0].mul_(y)
-    return g.mul_(torch.linalg.vector_norm(g, dim=-1, keepdim=True).square_().div_(g.shape[-1]).add_(EPS).rsqrt_()).mul_(weight)
+# %% ../../nbs/models/31_mamba2.ipynb #86ed43fd
+def rms(x: Tensor) -> tuple[Tensor, Tensor]:
+    "`x` over its root mean square, and one over that."
+    rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(EPS).rsqrt_()
+    return x * rstd, rstd
 
 
-def gate_backward(
-    do: Tensor, y: Tensor, z: Tensor, weight: Tensor,
-    dz: Tensor,             # where the gate's gradient is written
-) -> tuple[Tensor, Tensor]: # gradients of y and weight
-    sz, sig = silu_gate(z)
-    g = y * sz
-    rstd = torch.linalg.vector_norm(g, dim=-1, keepdim=True).square_().div_(g.shape[-1]).add_(EPS).rsqrt_()
-    g.mul_(rstd)                                                        # normalised
-    t = do * g
+def rms_backward(
+    dy: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor,  # of y = xhat * weight
+) -> tuple[Tensor, Tensor]:                                  # gradients of x and weight
+    t = dy * xhat
     dweight, mean = t.sum((0, 1)), (t @ weight).div_(weight.numel())[..., None]
-    dg = torch.mul(do, weight, out=t).addcmul_(g, mean, value=-1).mul_(rstd)
-    torch.mul(torch.mul(dg, y, out=g), silu_slope(sz, sig), out=dz)
-    return dg.mul_(sz), dweight
+    return torch.mul(dy, weight, out=t).addcmul_(xhat, mean, value=-1).mul_(rstd), dweight
+
+# %% ../../nbs/models/31_mamba2.ipynb #da9e8677
+def rows_product(a: Tensor, b: Tensor) -> Tensor:
+    "(b, t, i), (b, t, j) to (i, j): a weight's gradient."
+    return a.flatten(0, 1).t() @ b.flatten(0, 1)
 
 
-class FastMixer(torch.autograd.Function):
-    "`mixer` from a zero state, without its final state: keeps the projected row and nothing else."
-    BARS = 512   # per slice on a CPU
+class FastBlock(torch.autograd.Function):
+    "A residual block from a zero state, without its final state: the same function as `Mamba2Block.scan`."
+    BARS = 512   # of a slice on a CPU; elsewhere the whole batch at once
 
     @staticmethod
-    def slices(row: Tensor):
+    def slices(u: Tensor):
         "Slices of the batch."
-        size = max(1, FastMixer.BARS // row.shape[1]) if row.device.type == "cpu" else row.shape[0]
-        return (slice(i, i + size) for i in range(0, row.shape[0], size))
+        size = max(1, FastBlock.BARS // u.shape[1]) if u.device.type == "cpu" else u.shape[0]
+        return (slice(i, i + size) for i in range(0, u.shape[0], size))
 
     @staticmethod
     def cut(row: Tensor, w: Weights, s: Sizes):
-        "Everything before the recurrence: z, raw u, convolved u with its sigmoid, raw dt and the recurrence's parts."
+        "What comes before the recurrence: z, raw u, convolved u with its sigmoid, raw dt, and the recurrence's parts."
         z, raw, dt = row.split([s.d, s.conv, s.h], -1)
         u, sig = silu_gate(conv_forward(raw, w.taps, w.bias))
         dt = dt + w.dt_bias
@@ -368,40 +367,67 @@ class FastMixer(torch.autograd.Function):
 
     @staticmethod
     @full_precision
-    def forward(ctx, row: Tensor, s: Sizes, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(row, *weights); ctx.s = s
-        w = Weights(*weights); out = row.new_empty(*row.shape[:2], s.d)
-        for i in FastMixer.slices(row):
-            z, *_, m = FastMixer.cut(row[i].to(w.A.dtype), w, s)
-            out[i] = gate_forward(FastMixer.bars(ssd_forward(m, w.D.view(s.g, -1)), row.shape[1]), z, w.norm)
+    def forward(ctx, u: Tensor, valid: Tensor | None, s: Sizes, dtype: torch.dtype, norm: Tensor, w_in: Tensor, w_out: Tensor, *weights: Tensor) -> Tensor:
+        w, t = Weights(*weights), u.shape[1]
+        row, ys, out = u.new_empty(*u.shape[:2], s.row, dtype=dtype), u.new_empty(*u.shape[:2], s.d), torch.empty_like(u)
+        for i in FastBlock.slices(u):
+            torch.matmul((rms(u[i])[0] * norm).to(dtype), w_in.to(dtype).t(), out=row[i])
+            if valid is not None: mask_row(row[i], valid[i], s)
+            z, *_, m = FastBlock.cut(row[i].to(u.dtype), w, s)
+            ys[i] = FastBlock.bars(ssd_forward(m, w.D.view(s.g, -1)), t)
+            o = rms(silu_gate(z)[0].mul_(ys[i]))[0].mul_(w.norm)
+            torch.add(u[i], o.to(dtype) @ w_out.to(dtype).t(), out=out[i])
+        ctx.save_for_backward(u, valid, row, ys, norm, w_in, w_out, *weights); ctx.s = s
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @full_precision
-    def backward(ctx, do: Tensor):
-        row, *weights = ctx.saved_tensors; s, w, t = ctx.s, Weights(*weights), row.shape[1]
-        drow, total = torch.empty_like(row), [torch.zeros_like(p) for p in w]
-        A, D = w.A.view(s.g, -1), w.D.view(s.g, -1)
-        for i in FastMixer.slices(row):
-            slab = row[i].to(w.A.dtype); dslab = drow[i] if drow.dtype == slab.dtype else torch.empty_like(slab)
-            dz, draw, ddt = dslab.split([s.d, s.conv, s.h], -1)
-            z, raw, u, sig, dt, m = FastMixer.cut(slab, w, s)
-            y = ssd_forward(m, D)
-            dy, dnorm = gate_backward(do[i].to(slab.dtype), FastMixer.bars(y, t), z, w.norm, dz)
-            dy = in_chunks(dy, m.X.shape[3]).unflatten(3, (s.g, s.h // s.g, -1)).transpose(2, 3)
-            dX, dd, dA, dB, dC, dD = ssd_backward(m, A, D, y, dy)
-            du = torch.cat([FastMixer.bars(j, t) for j in (dX, dB, dC)], -1).mul_(silu_slope(u, sig))
-            dtaps, dbias = conv_backward(du, raw, w.taps, draw)
-            torch.mul(FastMixer.bars(dd, t), dt.sigmoid_(), out=ddt)
-            for a, p in zip(total, (dtaps, dbias, ddt.sum((0, 1)), dA.flatten(), dD.flatten(), dnorm)): a.add_(p)
-            if dslab.dtype != drow.dtype: drow[i] = dslab
-        return drow, None, *total
+    def backward(ctx, dout: Tensor):
+        u, valid, row, ys, norm, w_in, w_out, *weights = ctx.saved_tensors
+        w, du, total = Weights(*weights), torch.empty_like(u), [torch.zeros_like(p) for p in (norm, w_in, w_out, *weights)]
+        for i in FastBlock.slices(u):
+            grads = FastBlock.slice_backward(dout[i], u[i], valid if valid is None else valid[i], row[i], ys[i], norm, w_in, w_out, w, ctx.s, du[i])
+            for a, p in zip(total, grads): a.add_(p)
+        return du, None, None, None, *total
+
+    @staticmethod
+    def slice_backward(dout, u, valid, row, y, norm, w_in, w_out, w: Weights, s: Sizes, du: Tensor) -> tuple[Tensor, ...]:
+        "Gradients of the parameters from one slice; `du` is written in place. What it needed is freed when it returns."
+        z, raw, v, sig, dt, m = FastBlock.cut(row.to(u.dtype), w, s)
+        A, D, t, dtype = w.A.view(s.g, -1), w.D.view(s.g, -1), u.shape[1], row.dtype
+        drow = u.new_empty(row.shape); dz, draw, ddt = drow.split([s.d, s.conv, s.h], -1)
+        # the output projection, the norm and the gate
+        dbranch, (sz, slope) = dout.to(dtype), silu_gate(z)
+        ghat, rstd = rms(y * sz)
+        dw_out = rows_product(dbranch, (ghat * w.norm).to(dtype))
+        dg, dgate = rms_backward((dbranch @ w_out.to(dtype)).to(u.dtype), ghat, rstd, w.norm)
+        torch.mul(torch.mul(dg, y, out=ghat), silu_slope(sz, slope), out=dz)
+        dg.mul_(sz); del sz, slope, ghat
+        # the recurrence
+        chunks = lambda a: in_chunks(a, m.X.shape[3]).unflatten(3, (s.g, s.h // s.g, -1)).transpose(2, 3)
+        dX, dd, dA, dB, dC, dD = ssd_backward(m, A, D, chunks(y), chunks(dg))
+        dv = torch.cat([FastBlock.bars(j, t) for j in (dX, dB, dC)], -1)
+        torch.mul(FastBlock.bars(dd, t), dt.sigmoid_(), out=ddt)
+        del dX, dB, dC, dg, m
+        # the convolution
+        dtaps, dbias = conv_backward(dv.mul_(silu_slope(v, sig)), raw, w.taps, draw)
+        if valid is not None: draw.masked_fill_(~valid[..., None], 0)
+        del dv, v, sig
+        # the input projection, the norm and the residual
+        xhat, rstd = rms(u); drow = drow.to(dtype)
+        dw_in = rows_product(drow, (xhat * norm).to(dtype))
+        dx, dnorm = rms_backward((drow @ w_in.to(dtype)).to(u.dtype), xhat, rstd, norm)
+        torch.add(dout, dx, out=du)
+        return dnorm, dw_in, dw_out, dtaps, dbias, ddt.sum((0, 1)), dA.flatten(), dD.flatten(), dgate
 
 
-def fast_mixer(row: Tensor, w: Weights, s: Sizes) -> Tensor:
-    "`mixer(row, w, s)[0]` with hand-written gradients; reads `row` in any float type and computes in the parameters'."
-    return FastMixer.apply(row, s, *w._replace(taps=w.taps.t().contiguous()))
+def mask_row(row: Tensor, valid: Tensor, s: Sizes) -> Tensor:
+    "In place: bars that are not valid enter neither the convolution nor the state."
+    off = ~valid[..., None]
+    row[..., s.d : s.d + s.conv].masked_fill_(off, 0)
+    row[..., -s.h :].masked_fill_(off, -torch.inf)       # softplus makes it a dt of 0
+    return row
 
 # %% ../../nbs/models/31_mamba2.ipynb #8d4852fc
 class Mamba2Block(nn.Module):
@@ -444,36 +470,31 @@ class Mamba2Block(nn.Module):
     def weights(self) -> Weights:
         return Weights(self.conv1d.weight.squeeze(1), self.conv1d.bias, self.dt_bias, -self.A_log.exp(), self.D, self.gate_norm)
 
-    def project(self, u: Tensor, valid: Tensor | None = None) -> Tensor:
-        "The projected row; bars that are not valid get an input of 0 and a dt of 0."
-        row = self.in_proj(self.norm(u))
-        if valid is None: return row
-        z, x, dt = row.split([self.sizes.d, self.sizes.conv, self.sizes.h], -1)
-        off = ~valid[..., None]
-        return torch.cat([z, x.masked_fill(off, 0), dt.masked_fill(off, -torch.inf)], -1)    # softplus(-inf) = 0
-
     def forward(
         self,
         u: Tensor,                    # (b, t, d)
         valid: Tensor | None = None,  # (b, t) bool, False on the padding at the left
     ) -> Tensor:                      # (b, t, d)
-        row = self.project(u, valid)
-        # the compiler fuses the plain form by itself
-        y = mixer(row.to(self.A_log.dtype), self.weights(), self.sizes)[0] if torch.compiler.is_compiling() else fast_mixer(row, self.weights(), self.sizes)
-        return u + self.out_proj(y)
+        if torch.compiler.is_compiling(): return self.scan(u, None, valid)[0]        # the compiler fuses the plain form by itself
+        w, on = self.weights(), u.device.type != "meta" and torch.is_autocast_enabled(u.device.type)
+        dtype = torch.get_autocast_dtype(u.device.type) if on else u.dtype           # of the projections
+        return FastBlock.apply(u, valid, self.sizes, dtype, self.norm.weight, self.in_proj.weight, self.out_proj.weight, *w._replace(taps=w.taps.t().contiguous()))
 
     def scan(
         self,
-        u: Tensor,                   # (b, t, d)
-        state: State | None = None,  # after the bars before; None: nothing came before
+        u: Tensor,                    # (b, t, d)
+        state: State | None = None,   # after the bars before; None: nothing came before
+        valid: Tensor | None = None,  # (b, t) bool, False on the padding at the left
     ) -> tuple[Tensor, State]:
         "`forward` in the plain form, continuing from `state`, with the state after the last bar."
-        y, state = mixer(self.project(u).to(self.A_log.dtype), self.weights(), self.sizes, state)
+        row = self.in_proj(self.norm(u)).to(u.dtype)
+        if valid is not None: row = mask_row(row.clone(), valid, self.sizes)
+        y, state = mixer(row, self.weights(), self.sizes, state)
         return u + self.out_proj(y), state
 
     def step(self, u: Tensor, state: State) -> tuple[Tensor, State]:
         "One bar: u (b, d)."
-        y, state = mixer_step(self.project(u).to(self.A_log.dtype), self.weights(), self.sizes, state)
+        y, state = mixer_step(self.in_proj(self.norm(u)).to(u.dtype), self.weights(), self.sizes, state)
         return u + self.out_proj(y), state
 
     def init_state(self, batch: int) -> State:

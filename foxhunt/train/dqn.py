@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['STATS', 'dqn_targets', 'dqn_loss', 'epsilon_table', 'lr_table', 'act', 'seeded', 'adam', 'adam_state', 'load_adam',
-           'load_generator', 'update', 'target_weight', 'DQNTrainer', 'rebuild']
+           'load_generator', 'amp', 'update', 'target_weight', 'DQNTrainer', 'rebuild', 'realised']
 
 # %% ../../nbs/train/51_dqn.ipynb #012d15c4
-import copy, dataclasses, math
+import contextlib, copy, dataclasses, math
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +103,11 @@ def load_generator(gen: torch.Generator, state: Tensor, *names: object) -> None:
 STATS = ("loss", "q_mean", "q_max", "grad_norm")
 
 
+def amp(device: torch.device, bf16: bool) -> contextlib.AbstractContextManager:
+    "Matrix products in bfloat16 on this kind of device, or as they are."
+    return torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext()
+
+
 def update(
     online: nn.Module,
     target: nn.Module,             # slow copy, requires no gradient
@@ -118,7 +123,7 @@ def update(
 ) -> tuple[Tensor, Tensor]:        # errors (b,); statistics (4,) named by STATS, q_max of |Q|
     "One gradient step of the Q-network and its target; no host synchronisation."
     obs, n = batch.obs, len(batch.obs)
-    with torch.autocast(obs.device.type, torch.bfloat16, enabled=bf16):
+    with amp(obs.device, bf16):
         with torch.no_grad():
             next_target = target(batch.next_obs)
             next_online = online(batch.next_obs) if double and not joint else None
@@ -199,7 +204,7 @@ class DQNTrainer:
         return stats
 
     def run_epoch(self) -> dict[str, float]:
-        "One epoch; metrics in reward units, `equity` is what all lanes together earned, in currency."
+        "One epoch; metrics in reward units: `realised` is the discounted return that the mean reward amounts to; `equity`, in currency, is what all lanes together earned."
         cfg, steps = self.cfg, self.world.steps_per_epoch
         slot, rewards, stats = self.epoch * cfg.updates_per_epoch, [], []
         for i in range(steps):
@@ -212,8 +217,9 @@ class DQNTrainer:
         total = torch.stack(rewards).sum()
         host = torch.cat([s.mean(0), s.amax(0), torch.stack([self.max_reward, self.epsilon[min(slot, len(self.epsilon) - 1)], total])]).tolist()
         loss, q_mean, _, norm = host[:4]; max_r, eps, total = host[8:]
-        return dict(loss=loss, q_mean=q_mean, q_max=host[6], q_bound=max_r / max(1 - cfg.gamma, 1e-9), epsilon=eps, grad_norm=norm,
-                    reward=total / (steps * self.world.lanes), equity=total * self.world.currency)
+        mean, horizon = total / (steps * self.world.lanes), 1 / max(1 - cfg.gamma, 1e-9)
+        return dict(loss=loss, q_mean=q_mean, q_max=host[6], q_bound=max_r * horizon, realised=mean * horizon, epsilon=eps, grad_norm=norm,
+                    reward=mean, equity=total * self.world.currency)
 
     def policy(self, obs: Tensor) -> Tensor:
         "Greedy actions (l,) of observations (l, inputs)."
@@ -243,3 +249,20 @@ class DQNTrainer:
 def rebuild(meta: dict[str, Any]) -> QNetwork:
     "The network that `describe` described, untrained, on the default device."
     return QNetwork(meta["inputs"], meta["config"]["hidden"], meta["actions"], meta["config"]["dueling"])
+
+# %% ../../nbs/train/51_dqn.ipynb #a6193d36
+def realised(
+    model: nn.Module,
+    world: Lanes,   # fresh lanes; they are walked `steps` steps
+    gamma: float,
+    steps: int,     # enough that gamma ** steps is small
+) -> tuple[Tensor, Tensor]:  # Q of the first states (l,), discounted return from there (l,)
+    "What the network promises in the lanes' present states, and what its greedy policy earns; lanes that end stop counting."
+    total, power = torch.zeros(world.lanes, device=world.device), torch.ones(world.lanes, device=world.device)
+    with torch.no_grad():
+        promise = model(world.observe(world.key())).amax(-1)
+        for _ in range(steps):
+            t = world.step(model(world.observe(world.key())).argmax(-1))
+            total += power * t.reward
+            power = power * gamma * ~(t.terminated | t.truncated)
+    return promise, total

@@ -151,6 +151,14 @@ def _q_bound(q: np.ndarray, bound: np.ndarray) -> list[str]:
     return [f"Q out of bound: |Q| = {abs(q[over[0]]):.4g} at epoch {over[0] + 1}, above max|r| / (1 - gamma) = {bound[over[0]]:.4g}"] if len(over) else []
 
 
+def _claimed(history: Sequence[Mapping]) -> tuple[float, float] | None:
+    "Mean Q, and the realised discounted return, over the last third; None where the history does not hold both."
+    q, got = column(history, "q_mean"), column(history, "realised")
+    if not len(q) or not len(got): return None
+    late = lambda x: float(np.median(x[-max(1, len(x) // 3):]))
+    return late(q), late(got)
+
+
 def _runaway(q: np.ndarray) -> bool:
     "Does |Q| double over the second half of the run?"
     tail = np.log(np.abs(q[len(q) // 2:]) + 1e-12)
@@ -163,6 +171,7 @@ def _excused(history: Sequence[Mapping], kind: str) -> str:
     "Why a rising loss is no instability for this kind of learner; empty when it is."
     q, ev = column(history, "q_max"), column(history, "explained_variance")
     if kind == "dqn" and len(q) and not _runaway(q): return "; Q has settled within its bound"
+    if kind == "dqn" and (claim := _claimed(history)) is not None and claim[0] <= claim[1]: return f"; Q stays below what was earned (mean Q {claim[0]:.4g}, realised discounted return {claim[1]:.4g})"
     if kind == "ppo" and len(ev) and np.median(ev[-max(1, len(ev) // 3):]) > 0: return "; the values still explain the returns"
     return ""
 

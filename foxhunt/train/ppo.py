@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core import UserError, generator
 from ..models.mlp import ActorCritic
 from ..params import PPO, Env
-from .dqn import adam, adam_state, load_adam, load_generator, seeded
+from .dqn import adam, adam_state, amp, load_adam, load_generator, seeded
 from .replay import Lanes, MarketLanes
 
 # %% ../../nbs/train/52_ppo.ipynb #d2bf1eb4
@@ -120,7 +120,7 @@ def update(
     bf16: bool = False,         # matrix products in bfloat16
 ) -> tuple[Tensor, Tensor]:     # stopped (), parts (7,): LOSSES and the gradient norm
     "One gradient step, or none once stopped; no host synchronisation."
-    with torch.autocast(mini.obs.device.type, torch.bfloat16, enabled=bf16): logits, value = model(mini.obs)
+    with amp(mini.obs.device, bf16): logits, value = model(mini.obs)
     logp, entropy = log_policy(logits.to(mini.logp.dtype), mini.action)
     loss, parts = ppo_loss(logp, mini.logp, entropy, value.to(mini.ret.dtype), mini.adv, mini.ret, clip_range, value_coef, entropy_coef)
     if target_kl is not None: stopped = torch.maximum(stopped, (parts[4] > 1.5 * target_kl).float())
@@ -162,6 +162,7 @@ class PPOTrainer:
         self.rollouts = -(-self.world.steps_per_epoch // cfg.rollout)     # per epoch
         self.steps = -(-self.world.steps_per_epoch // self.rollouts)      # per rollout
         self.lr = lr_table(cfg, cfg.epochs * self.rollouts).to(self.device)
+        self.unit = 1 - cfg.gamma if cfg.scale_returns and cfg.gamma < 1 else 1.0    # of the critic, in returns
         self.epoch = 0
         self._update = torch.compile(update) if compile else update
 
@@ -177,7 +178,7 @@ class PPOTrainer:
                 rows.append((obs, action, logp, t.reward, world.observe(t.next_key), t.terminated, t.truncated))
             obs, action, logp, reward, next_obs, term, trunc = map(torch.stack, zip(*rows))      # (t, l, ...)
             value, next_value = self.model.value(torch.stack([obs, next_obs]))                   # (2, t, l, f) -> two (t, l)
-            adv, ret = gae(reward, value, next_value, term, trunc, cfg.gamma, cfg.gae_lambda)
+            adv, ret = gae(reward * self.unit, value, next_value, term, trunc, cfg.gamma, cfg.gae_lambda)
         return Rollout(*(x.flatten(0, 1) for x in (obs, action, logp, adv, ret))), reward.sum(), explained_variance(value, ret)
 
     def learn(self, data: Rollout) -> list[Tensor]:
@@ -209,6 +210,10 @@ class PPOTrainer:
     def policy(self, obs: Tensor) -> Tensor:
         "Greedy actions (l,) of observations (l, inputs)."
         with torch.no_grad(): return self.model.actor(obs).argmax(-1)
+
+    def value(self, obs: Tensor) -> Tensor:
+        "Expected discounted return (l,) of observations (l, inputs), in reward units."
+        with torch.no_grad(): return self.model.value(obs) / self.unit
 
     def weights(self) -> dict[str, Tensor]: return {k: v.detach().clone() for k, v in self.model.state_dict().items()}
 

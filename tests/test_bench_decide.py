@@ -1,0 +1,89 @@
+"Rules, costs and prices; the earlier document's arithmetic where it is right."
+import json
+from datetime import date
+
+import numpy as np
+import pytest
+
+from foxhunt.bench.decide import cloud_cost, decide, lines, local_cost, measured_speedup, model_rows, money
+from foxhunt.bench.prices import load_prices
+from foxhunt.core import UserError, jsonable
+
+PRICES = load_prices(today=date(2026, 8, 1))
+LAPTOP = "NVIDIA GeForce RTX 3050 Ti Laptop GPU"
+
+
+def bench(gpu=LAPTOP, scale=1.0, leave_out=(), peak=500.0):
+    rng, models = np.random.default_rng(0), {}
+    for name, s in (("dqn", 0.03), ("ppo", 0.18), ("mamba2", 1.2), ("tft", 0.5)):
+        if name not in leave_out:
+            models[name] = {"model": name, "batch": 32, "precision": "fp32", "config": {}, "data": {"hash": "x"}, "epoch": {"samples": (s * scale * (1 + 0.03 * rng.standard_normal(60))).tolist()},
+                            "health": {"stable": True, "warnings": []}, "memory": {"device_used_mib": peak if gpu else None, "reserved_mib": None}}
+    return {"format": "foxhunt-bench-1", "device": {"type": "cuda" if gpu else "cpu", "name": "cuda:0" if gpu else "cpu", "gpu": gpu}, "machine": {"cpu": "a CPU"}, "models": models}
+
+
+def test_arithmetic_of_the_earlier_document():
+    g4dn = PRICES.offer("g4dn.xlarge")
+    assert round((1000 * 0.149e-3 + 2000 * 0.1819) / 3600, 3) == 0.101
+    assert [money(local_cost(h, PRICES)) for h in (0.101, 48)] == ["$0.0023", "$1.08"]
+    assert [money(cloud_cost(h, g4dn)) for h in (0.101, 24, 48)] == ["$0.053", "$12.62", "$25.25"]
+
+
+@pytest.mark.parametrize("gone", [("tft",), ("mamba2", "tft"), ("dqn", "ppo", "mamba2", "tft")])
+def test_a_missing_model_makes_it_incomplete_by_name(gone):
+    d = decide(bench(leave_out=gone), {}, PRICES)
+    assert d.recommendation == "incomplete" and set(d.missing) == set(gone) and all(m in lines(d)[0] for m in gone) and not d.all_stable
+    assert {r["model"] for r in model_rows(d)} == {"dqn", "ppo", "mamba2", "tft"}
+
+
+def test_a_model_that_failed_is_missing_and_its_error_is_shown():
+    b = bench(leave_out=("tft",)); b["models"]["tft"] = {"model": "tft", "error": "out of memory: 4 GiB"}
+    d = decide(b, {}, PRICES)
+    assert d.missing == ("tft",) and any("out of memory" in w for w in d.warnings)
+
+
+@pytest.mark.parametrize("scale, answer", [(1, "local"), (22, "your choice"), (40, "your choice"), (60, "cloud")])
+def test_rules(scale, answer): assert decide(bench(scale=scale), {}, PRICES).recommendation == answer
+
+
+def test_buffer_and_deadline():
+    b = bench(scale=22)
+    assert decide(b, {}, PRICES, buffer=0.0).recommendation == "local" and decide(b, {}, PRICES, deadline=28).recommendation == "local" and decide(b, {}, PRICES, deadline=20).recommendation == "cloud"
+    for bad in ({"buffer": -0.1}, {"deadline": 0}):
+        with pytest.raises(UserError): decide(b, {}, PRICES, **bad)
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H200", "Tesla T4"])
+def test_no_other_device_counts_as_the_local_gpu(gpu):
+    for scale in (1, 40, 100):
+        d = decide(bench(gpu, scale), {}, PRICES)
+        assert d.local_gpu_hours is None and d.recommendation == ("local" if gpu is None and scale == 1 else "incomplete") and "unknown" in lines(d)[1]
+
+
+def test_speedup_is_unknown_unless_measured_or_given():
+    d = decide(bench(scale=60), {}, PRICES)
+    assert all(c.speedup is None and c.hours is None and c.usd is None and c.usd_per_hour_saved is None for c in d.cloud) and "unknown" in " ".join(d.reasons)
+    k = measured_speedup(bench(scale=6), bench("Tesla T4", scale=2)); assert abs(k - 3) < 1e-9
+    c = {c.name: c for c in decide(bench(scale=60), {}, PRICES, speedup={"g4dn.xlarge": k}).cloud}["g4dn.xlarge"]
+    assert abs(c.hours * 3 - d.hours) < 1e-9 and abs(c.usd_per_hour_saved - (c.usd - d.local_usd) / (d.hours - c.hours)) < 1e-12
+    other = bench("Tesla T4"); other["models"]["tft"]["batch"] = 4
+    with pytest.raises(UserError, match="tft was measured with another batch"): measured_speedup(bench(), other)
+    with pytest.raises(UserError, match="tft not measured there"): measured_speedup(bench(), bench(leave_out=("tft",)))
+
+
+def test_the_card():
+    assert decide(bench(peak=900.0), {}, PRICES).card.side_by_side and decide(bench(peak=1500.0), {}, PRICES).card.side_by_side is False
+    d = decide(bench(peak=4500.0), {}, PRICES)
+    assert not d.card.one_after_another and d.high > 3 * d.hours and any("accumulation" in r for r in d.reasons)
+    assert decide(bench(None), {}, PRICES, memory=dict.fromkeys(("dqn", "ppo", "mamba2", "tft"), 900.0)).card.side_by_side
+
+
+def test_a_decision_is_plain_json(): assert json.loads(json.dumps(jsonable(decide(bench(), {}, PRICES).to_json()), allow_nan=False))["recommendation"] == "local"
+
+
+def test_an_old_price_table_warns_and_a_broken_one_is_named(tmp_path):
+    assert decide(bench(), {}, load_prices(today=date(2027, 3, 1))).warnings
+    f = tmp_path / "p.toml"
+    for text, says in (('[cloud.x]\nusd_per_hour = -1\n[meta]\nas_of = 2026-01-01', "more than 0"), ("[local]\nwatts = nan", "watts must be more than 0"), ("[cloud]\n", "as_of is missing"), ("[cloud]\n[meta]\nas_of = 2026-01-01", "no .cloud")):
+        f.write_text(text)
+        with pytest.raises(UserError, match=says): load_prices(f)
