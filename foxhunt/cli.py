@@ -6,7 +6,7 @@
 __all__ = ['app', 'ParamsFile', 'Profile', 'Seed', 'Device', 'Json', 'verb', 'load_params', 'bars', 'features', 'book',
            'download', 'load_tables', 'train', 'gpu_monitor', 'final_checkpoint', 'greedy', 'main_figures', 'evaluate',
            'evaluate_agent', 'evaluate_forecaster', 'wanted', 'rows_as_table', 'device', 'audit', 'budget', 'monitor',
-           'main']
+           'pairs', 'bench', 'decide', 'readiness', 'main']
 
 # %% ../nbs/96_cli.ipynb #cf560f02
 import functools, sys
@@ -316,6 +316,65 @@ def monitor(
             while True: time.sleep(3600)
         except KeyboardInterrupt: pass
     typer.echo(m.summary().text())
+
+# %% ../nbs/96_cli.ipynb #94cb51d8
+def pairs(text: str | None, what: str, number=float) -> dict[str, float]:
+    "`dqn=1000,ppo=2000` as a dictionary."
+    try: return {k.strip(): number(v) for k, v in (item.split("=") for item in text.split(","))} if text else {}
+    except ValueError: raise UserError(f"{what} {text!r}: expected name=number, separated by commas") from None
+
+
+@verb
+def bench(
+    out: Annotated[Path, typer.Option(help="JSON with every raw sample")],
+    models: Annotated[str, typer.Option(help="comma separated")] = "dqn,ppo,mamba2,tft",
+    features: Annotated[Optional[Path], typer.Option(help="features folder; default: a seeded synthetic table")] = None,
+    epochs: Annotated[int, typer.Option(help="epochs of each model, at most; the first is kept apart")] = 20,
+    profiler: Annotated[bool, typer.Option("--profile", help="also the heaviest kernels")] = False,
+    device: Device = None, seed: Seed = None, settings: Annotated[Optional[str], typer.Option("--settings", help="parameter profile: quick, seed, production")] = None, params: ParamsFile = None,
+):
+    "Epoch and update times with honest intervals, memory, stability."
+    from foxhunt.bench.epochs import run_benchmark, summary_rows
+    from foxhunt.data.windows import load_table
+    p = load_params(params, settings, device=device, seed=seed)
+    result = run_benchmark(wanted(models), load_table(features) if features else None, p, epochs, out, p.device, profiler)
+    typer.echo(rows_as_table(summary_rows(result))); typer.echo(f"-> {out}")
+
+
+@verb
+def decide(
+    results: Annotated[list[Path], typer.Argument(help="JSON of `foxhunt bench`, one or several")],
+    epochs: Annotated[Optional[str], typer.Option(help="e.g. dqn=1000,ppo=2000; 0 leaves a model out")] = None,
+    prices: Annotated[Optional[Path], typer.Option(help="price table (TOML) instead of the packaged one")] = None,
+    deadline: Annotated[Optional[float], typer.Option(help="hours; settles what lies between 24 and 48")] = None,
+    buffer: Annotated[float, typer.Option(help="share added to every estimate")] = 0.5,
+    speedup: Annotated[Optional[str], typer.Option(help="measured or assumed, e.g. g4dn.xlarge=3.5")] = None,
+    json: Json = None,
+):
+    "Forecast, cost, and the recommendation: local or cloud, with its reasons and what would change it."
+    from foxhunt.bench.decide import cloud_rows, decide, lines, model_rows
+    from foxhunt.bench.epochs import merge
+    from foxhunt.bench.prices import load_prices
+    from foxhunt.core import read_json, write_json
+    d = decide(merge([read_json(f) for f in results]), pairs(epochs, "--epochs", int), load_prices(prices), deadline, buffer, speedup=pairs(speedup, "--speedup"))
+    for rows in (model_rows(d), cloud_rows(d)):
+        if rows: typer.echo(rows_as_table(rows) + "\n")
+    for line in lines(d): typer.echo(line)
+    if json: write_json(json, d.to_json())
+
+
+@verb
+def readiness(
+    out: Annotated[Path, typer.Option(help="JSON with every fact and its command")],
+    models: Annotated[Optional[str], typer.Option(help="comma separated; default: all")] = None,
+    profile: Profile = None, params: ParamsFile = None,
+):
+    "Per model, one at a time: device, gradient, training, checkpoint and latency checks; failures by severity. Exit 1 on a failure."
+    from foxhunt.bench.readiness import readiness
+    found = readiness(wanted(models), load_params(params, profile), out)
+    typer.echo(rows_as_table(found["matrix"]))
+    for f in found["failures"]: typer.echo("; ".join(str(v) for v in f.values()))
+    return 1 if found["failures"] else 0
 
 # %% ../nbs/96_cli.ipynb #a89c6a41
 def main() -> None:

@@ -51,7 +51,7 @@ def test_the_first_epoch_is_a_field_of_its_own():
 @pytest.fixture(scope="module")
 def small():
     p = Params(); t = p.train
-    f = dict(stride=32, lookback=32, batch=16)
+    f = {"stride": 32, "lookback": 32, "batch": 16}
     return dataclasses.replace(p, train=dataclasses.replace(t, dqn=dataclasses.replace(t.dqn, hidden=(16,), updates_per_epoch=4), ppo=dataclasses.replace(t.ppo, hidden=(16,), passes=1),
         mamba2=dataclasses.replace(t.mamba2, d_model=16, n_layers=1, d_state=8, head=8, **f), tft=dataclasses.replace(t.tft, hidden=8, heads=1, **f), tlob=dataclasses.replace(t.tlob, hidden=8, n_layers=1)))
 

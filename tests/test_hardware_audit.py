@@ -74,6 +74,19 @@ def test_host_work_stays_real():
     assert r.ok and r.syncs == 0 and r.places[PLACES.index("data")].transfers == 1
 
 
+class Copied(nn.Module):
+    "A target network as most code makes it."
+    def __init__(self): super().__init__(); import copy; self.q = nn.Linear(8, 1); self.target = copy.deepcopy(self.q).requires_grad_(False)
+    def forward(self, x): return self.q(x) + self.target(x).detach()
+
+
+def test_no_false_alarm_for_a_deep_copy_and_a_tensor_rate():
+    "What CUDA can do the pretend accelerator can do: deep copies, fused Adam with its learning rate in a tensor."
+    def opt(m): return torch.optim.Adam(m.q.parameters(), lr=torch.tensor(1e-3), fused=True)
+    r = audit(small(model=Copied, optimizer=opt), 1)
+    assert r.ok, r.mixups
+
+
 def test_named_tensors_walks_everything():
     from typing import NamedTuple
     class T(NamedTuple): a: torch.Tensor; b: dict

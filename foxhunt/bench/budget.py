@@ -176,7 +176,7 @@ def _cases(name: str, params: Params) -> dict[str, list[Case]]:
     cfg, b = spec(name).config(params), batch_of(name, params)
     look = getattr(cfg, "lookback", None); ck = name in ("mamba2", "tft")   # the models whose networks have the switch
     shape = [Case(name, "fp32", b, look // 2)] if look and look >= 16 else []
-    return {"precision": [Case(name, "fp32", b), Case(name, "fp32", 2 * b), Case(name, "amp", b), Case(name, "bf16", b), Case(name, "bf16", 2 * b)], "shape": shape + ([Case(name, "fp32", b, None, True)] if ck else [])}
+    return {"precision": [Case(name, "fp32", b), Case(name, "fp32", 2 * b), Case(name, "amp", b), Case(name, "bf16", b), *([] if name in ("tft", "tlob") else [Case(name, "bf16", 2 * b)])], "shape": shape + ([Case(name, "fp32", b, None, True)] if ck else [])}
 
 
 def batch_of(name: str, params: Params) -> int:

@@ -84,7 +84,7 @@ def model_forecast(m: Mapping[str, Any], epochs: int, vram_mib: float, cuda: boo
     samples, health, memory = m["epoch"]["samples"], m["health"], m.get("memory") or {}
     t, s = hours_for(samples, epochs), summarize(samples)
     high, notes = t.high, list(health.get("warnings") or ())
-    if not t.promised: notes.append("epoch times drift: no 95 % interval, the range of the samples stands in" if not s.steady_state else f"only {s.used} epochs measured: a wide interval without their correlation; measure at least 6")
+    if not t.promised: notes.append("epoch times drift: no 95 % interval, the range of the samples stands in" if not s.steady_state else f"only {s.used} epochs measured: a wide interval without their correlation; measure at least 7")
     if s.outliers: notes.append(f"{len(s.outliers)} stalled epochs of {s.n} are in the mean ({duration(s.mean)} with, {duration(s.trimmed_mean)} without them)")
     peak = memory.get("device_used_mib") if memory.get("device_used_mib") is not None else memory.get("reserved_mib")
     if peak is not None and peak > vram_mib: high *= ACCUMULATION; notes.append(f"peak {peak:,.0f} MiB is above {vram_mib:,.0f} MiB: gradient accumulation, 2-4 times as long")

@@ -38,7 +38,7 @@ class Times:
     stopped: str                # why measuring ended
 
 
-ENOUGH = 5   # samples for an interval
+ENOUGH = 6   # samples for an interval, when one of them turns out to be warm-up
 
 
 def stopwatch(
@@ -47,7 +47,7 @@ def stopwatch(
     *,
     wait: Callable[[], None],              # until the device is done
     clock: Callable[[], float] = time.perf_counter,
-    budget_s: float = math.inf,            # of all runs together; up to three times this until there are five samples
+    budget_s: float = math.inf,            # of all runs together; up to three times this until there are six samples
     target: float = 0.02,                  # relative half width of the mean's interval at which to stop; 0: never
     least: int = 20,                       # samples before the interval is looked at
     after: Callable[[int, Any], None] = lambda i, result: None,  # called between runs, outside the clock
@@ -62,7 +62,7 @@ def stopwatch(
         samples.append(took); results.append(result); spent += took; after(i, result)
         if i + 1 == most: break
         if target and len(samples) > least and _narrow(samples[1:], target): why = f"interval within {target:.0%} of the mean"; break
-        over = budget_s if len(samples) > ENOUGH else 3 * budget_s     # an interval needs five samples
+        over = budget_s if len(samples) > ENOUGH else 3 * budget_s     # enough for an interval
         if i and spent + took > over: why = f"budget of {budget_s:g} s"; break
     return Times(samples[0], tuple(samples[1:]), tuple(results), why)
 

@@ -85,7 +85,7 @@ def precision(w: Workload, dtype: torch.dtype, device: torch.device = HOST) -> t
     m = build(w, device); b = w.batch(8, device)
     with torch.autocast(device.type, dtype): loss = w.loss(m, b)
     loss.float().backward(); grads = [p.grad for p in m.parameters() if p.grad is not None]
-    return f"loss {float(loss):.4g}", finite([loss, *grads]) and any(bool((g != 0).any()) for g in grads)
+    return f"loss {float(loss.detach()):.4g}", finite([loss, *grads]) and any(bool((g != 0).any()) for g in grads)
 
 # %% ../../nbs/bench/74_readiness.ipynb #63218474
 def _disturbed(table: Any, after: int) -> Any:

@@ -145,13 +145,21 @@ _HOST = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzer
 _MOST = 500  # synchronisations after which a run is stopped: a loop on a device value may never end
 
 
+_TENSOR_LR = {_aten._fused_adam_.tensor_lr: _aten._fused_adam_.default, _aten._fused_adamw_.tensor_lr: _aten._fused_adamw_.default}
+
+
+class _Fake(FakeTensorMode):
+    "Copies of a tensor stay in the mode of the tensor (a target network is a deep copy)."
+    def __deepcopy__(self, memo): return self
+
+
 class Pretend(TorchDispatchMode):
     "Run host operations for real and accelerator operations as shapes, dtypes and devices; note every synchronisation."
 
     def __init__(self, index: int | None = 0):  # of the pretend device, 0 or 1; None: the host itself is pretended
         super().__init__()
         if index is not None: register_pretend()
-        self.target, self.fake = torch.device("cpu") if index is None else torch.device(PRETEND, index), FakeTensorMode()
+        self.target, self.fake = torch.device("cpu") if index is None else torch.device(PRETEND, index), _Fake()
         self.host = index is None
         self.syncs: list[Fault] = []      # device -> host: the host waits
         self.transfers: list[Fault] = []  # host -> device copies
@@ -187,6 +195,7 @@ class Pretend(TorchDispatchMode):
         return self._born(self._propagate(func, args, kwargs, tensors, away))
 
     def _propagate(self, func, args, kwargs, tensors, away):
+        if func in _TENSOR_LR: func, kwargs = _TENSOR_LR[func], kwargs | {"lr": 0.0}   # only the form with a number can be propagated
         if func in _HOST: return self._stand_in(func, args, bool(away))
         real = any(not isinstance(x, FakeTensor) for x in tensors)
         fargs, fkw = pytree.tree_map_only(Tensor, self._as_fake, (args, kwargs)) if real else (args, kwargs)

@@ -49,6 +49,10 @@ class Trace:
 _IN_PLACE = {_aten.add.Tensor: _aten.add_.Tensor, _aten.scatter_add.default: _aten.scatter_add_.default}
 
 
+_OPAQUE = {_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default, _aten.convolution.default, _aten.convolution_backward.default,
+           _aten._scaled_dot_product_flash_attention_for_cpu.default, _aten._scaled_dot_product_flash_attention_for_cpu_backward.default}
+
+
 def _dense(x: Tensor) -> bool:
     "Do the strides cover the storage without gaps or overlap, in any order?"
     want = 1
@@ -80,21 +84,20 @@ class Recorder(Pretend):
         if place and self._from_engine() and isinstance(args[1], Tensor | int):
             self.seen = args[0]._use_count()
             if self.seen <= self.alone and _dense(args[0]) and args[0].dtype == getattr(args[-1], "dtype", args[0].dtype): func = place
-        lstm = self.host and func in (_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default)
-        kept, scratch = self._kernel(func, args) if lstm else (0, 0)
+        kept, scratch = self._kernel(func, args, kwargs or {}) if self.host and func in _OPAQUE else (0, 0)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if kept:
             with self.fake: out = (*out[:3], self._born(torch.empty(kept, dtype=torch.uint8)))
         if scratch: self.trace.events.append((-scratch, self.add(scratch, "other")))   # used and gone while the outputs are there
         return out
 
-    def _kernel(self, func, args) -> tuple[int, int]:
-        "The host's LSTM kernel keeps a workspace for its backward pass and uses scratch memory; only the kernel knows how much, so it is asked, on zeros."
+    def _kernel(self, func, args, kwargs) -> tuple[int, int]:
+        "Some of the host's kernels use scratch memory, and its LSTM keeps a workspace for the backward pass; only the kernel knows how much, so it is asked, on zeros."
         from torch.profiler import ProfilerActivity, profile
-        key = (func, *((a.shape, a.stride()) if isinstance(a, Tensor) else str(a) for a in args))
+        key = (func, *((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else str(a) for a in pytree.arg_tree_leaves(*args, **kwargs)))
         if key not in self.known:
-            real = [torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_() if isinstance(a, Tensor) else a for a in args]
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof: out = func(*real)
+            real, kw = pytree.tree_map_only(Tensor, lambda a: torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_(), (args, kwargs))
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof: out = func(*real, **kw)
             changes = sorted((e.start_ns(), e.nbytes()) for e in prof.profiler.kineto_results.events() if e.name() == "[memory]")
             sums = [0, *itertools.accumulate(b for _, b in changes)]
             kept = out[3].numel() if func is _aten.mkldnn_rnn_layer.default and args[-1] else 0

@@ -277,8 +277,8 @@ def ssd_parts(X: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Parts:
     return Parts(X, dt, B, C, c, heads_first(X, dt), G, L, left, S)
 
 
-def ssd_forward(m: Parts, D: Tensor) -> Tensor:
-    "y (b, c, g, q, r, p)"
+def ssd_forward(m: Parts, D: Tensor) -> Tensor:  # y (b, c, g, q, r, p)
+    "What each chunk tells itself, the skip, and what its first state tells it."
     y = torch.empty_like(m.X, memory_format=torch.contiguous_format)
     torch.addcmul(((m.L * m.G[:, :, :, None]) @ m.Xd).transpose(3, 4), m.X, D[:, None, :, None], out=y)
     if m.X.shape[1] > 1:                                                             # the first chunk starts from nothing
@@ -385,15 +385,15 @@ class FastBlock(torch.autograd.Function):
     @full_precision
     def backward(ctx, dout: Tensor):
         u, valid, row, ys, norm, w_in, w_out, *weights = ctx.saved_tensors
-        w, du, total = Weights(*weights), torch.empty_like(u), [torch.zeros_like(p) for p in (norm, w_in, w_out, *weights)]
+        du, total = torch.empty_like(u) if ctx.needs_input_grad[0] else None, None
         for i in FastBlock.slices(u):
-            grads = FastBlock.slice_backward(dout[i], u[i], valid if valid is None else valid[i], row[i], ys[i], norm, w_in, w_out, w, ctx.s, du[i])
-            for a, p in zip(total, grads): a.add_(p)
+            grads = FastBlock.slice_backward(dout[i], u[i], valid if valid is None else valid[i], row[i], ys[i], norm, w_in, w_out, Weights(*weights), ctx.s, du if du is None else du[i])
+            total = grads if total is None else [a.add_(p) for a, p in zip(total, grads)]
         return du, None, None, None, *total
 
     @staticmethod
-    def slice_backward(dout, u, valid, row, y, norm, w_in, w_out, w: Weights, s: Sizes, du: Tensor) -> tuple[Tensor, ...]:
-        "Gradients of the parameters from one slice; `du` is written in place. What it needed is freed when it returns."
+    def slice_backward(dout, u, valid, row, y, norm, w_in, w_out, w: Weights, s: Sizes, du: Tensor | None) -> tuple[Tensor, ...]:
+        "Gradients of the parameters from one slice; `du` is written in place, if the input wants one. What was needed is freed on return."
         z, raw, v, sig, dt, m = FastBlock.cut(row.to(u.dtype), w, s)
         A, D, t, dtype = w.A.view(s.g, -1), w.D.view(s.g, -1), u.shape[1], row.dtype
         drow = u.new_empty(row.shape); dz, draw, ddt = drow.split([s.d, s.conv, s.h], -1)
@@ -418,7 +418,7 @@ class FastBlock(torch.autograd.Function):
         xhat, rstd = rms(u); drow = drow.to(dtype)
         dw_in = rows_product(drow, (xhat * norm).to(dtype))
         dx, dnorm = rms_backward((drow @ w_in.to(dtype)).to(u.dtype), xhat, rstd, norm)
-        torch.add(dout, dx, out=du)
+        if du is not None: torch.add(dout, dx, out=du)
         return dnorm, dw_in, dw_out, dtaps, dbias, ddt.sum((0, 1)), dA.flatten(), dD.flatten(), dgate
 
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['STATS', 'dqn_targets', 'dqn_loss', 'epsilon_table', 'lr_table', 'act', 'seeded', 'adam', 'adam_state', 'load_adam',
-           'load_generator', 'amp', 'update', 'target_weight', 'DQNTrainer', 'rebuild', 'realised']
+           'load_generator', 'amp', 'update', 'target_weight', 'DQNTrainer', 'rebuild', 'realised', 'full_targets',
+           'hold_policy', 'blind', 'fit_full']
 
 # %% ../../nbs/train/51_dqn.ipynb #012d15c4
 import contextlib, copy, dataclasses, math
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import UserError, generator, stream_seed
+from ..market.env import BODY, COST, GAP, Market, observe
 from ..models.mlp import QNetwork, param_groups
 from ..params import DQN, Env
 from .replay import Batch, Lanes, MarketLanes, dense_key, dense_replay, index_replay
@@ -266,3 +268,69 @@ def realised(
             total += power * t.reward
             power = power * gamma * ~(t.terminated | t.truncated)
     return promise, total
+
+# %% ../../nbs/train/51_dqn.ipynb #4cdc5ae6
+def full_targets(
+    market: Market,
+    bar: Tensor,         # (b,) bars with at least two bars after them in their run
+    next_hold: Tensor,   # (b, a) slow network's F at bar + 1, reward units
+    gamma: float,
+    next_choice: Tensor | None = None,  # (b, a) fast network's F at bar + 1; given: double
+) -> Tensor:             # (b, a) targets of F at `bar`, reward units
+    "What holding each position after the next fill is worth: its next move, and then the best trade from there. Ernst et al. 2005, with every action known."
+    n = next_hold.shape[1]
+    held = torch.arange(n, device=bar.device) - n // 2                                 # (a,) contracts
+    now, then = market.record[bar + 1], market.record[bar + 2]                         # (b, 8)
+    unit = 1 / market.reward_scale
+    cost = (then[:, COST, None, None] * (held[None] - held[:, None]).abs() * unit).to(next_hold.dtype)     # (b, from, to)
+    choose = (next_hold if next_choice is None else next_choice)[:, None] - cost
+    best = (next_hold[:, None] - cost).gather(-1, choose.argmax(-1, keepdim=True))[..., 0]                 # (b, from)
+    return (held * now[:, BODY, None] * unit + gamma * held * then[:, GAP, None] * unit).to(best.dtype) + gamma * best
+
+
+def hold_policy(
+    model: nn.Module,        # observations without account features to F (l, a)
+    cost: float,             # per contract and side, reward units
+    max_position: int = 5,
+) -> Callable[[Tensor], Tensor]:  # observations (l, inputs) to actions (l,)
+    "Greedy: the position whose value, less the cost of getting there, is largest."
+    def policy(obs: Tensor) -> Tensor:
+        held = torch.arange(-max_position, max_position + 1, device=obs.device)
+        old = (obs[:, -3:-2] * max_position).round()                                   # (l, 1)
+        with torch.no_grad(): return (model(blind(obs)) - cost * (held - old).abs()).argmax(-1)
+    return policy
+
+
+def blind(obs: Tensor) -> Tensor:
+    "The observation of a flat account: what holding is worth does not depend on how one got there."
+    return torch.cat([obs[:, :-3], torch.zeros_like(obs[:, -3:-1]), obs[:, -1:]], 1)
+
+# %% ../../nbs/train/51_dqn.ipynb #0a9a50d4
+def fit_full(
+    market: Market,
+    cfg: DQN,                # hidden, batch (bars per update), lr, gamma, tau, huber, clip are used
+    updates: int,
+    *,
+    state_bars: int = 11,
+    max_position: int = 5,
+    seed: int = 0,
+    watch: Callable[[int, nn.Module], None] = lambda i, model: None,  # called after every update
+) -> nn.Module:              # observations (b, inputs) to F (b, 11)
+    "Fitted Q-iteration over full information: random bars, all positions, all actions."
+    good = market.starts[market.starts + 2 < market.run_end[market.starts]]
+    inputs, actions = market.features.shape[1] * state_bars + 3, 2 * max_position + 1
+    model = seeded(lambda: QNetwork(inputs, cfg.hidden, actions), seed, "dqn", device=market.device)
+    slow, opt = copy.deepcopy(model).requires_grad_(False), adam(model, cfg.lr)
+    gen, flat = generator(seed, "bars", device=market.device), torch.zeros(cfg.batch, device=market.device)
+    for i in range(updates):
+        for group in opt.param_groups: group["lr"].fill_(cfg.lr * (1 - i / updates))
+        bar = good[torch.randint(len(good), (cfg.batch,), generator=gen, device=market.device)]
+        obs, after = (observe(market, b, flat, flat, state_bars, max_position) for b in (bar, bar + 1))
+        with torch.no_grad(): y = full_targets(market, bar, slow(after), cfg.gamma, model(after) if cfg.double else None)
+        opt.zero_grad(set_to_none=True)
+        F.huber_loss(model(obs), y, delta=cfg.huber).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+        opt.step()
+        with torch.no_grad(): torch._foreach_lerp_(list(slow.parameters()), list(model.parameters()), cfg.tau)
+        watch(i + 1, model)
+    return model

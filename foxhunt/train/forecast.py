@@ -131,7 +131,7 @@ def bar_windows(
     contracts = contracts or table.contracts
     static = np.array([contracts.index(c) + 1 if c in contracts else 0 for c in table.contracts])[table.contract]
     full = isinstance(cfg, params.TFT)
-    put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)
+    put = lambda a: torch.from_numpy(np.array(a)).to(device)   # a copy: tables read from files are not writable
     return Windows(put(table.features.astype(np.float32)), put(np.nan_to_num(y)), put(table.ts) if full else None, put(static) if full else None, ends, cfg.lookback, cfg.horizon, table.interval_ns)
 
 
@@ -146,7 +146,7 @@ def book_windows(
     if (table.meta.get("horizon"), table.meta.get("smooth")) != (cfg.horizon, cfg.smooth): table = relabel(table, cfg.horizon, cfg.smooth)
     _finite(table.book, table.flags == 0, tuple(f"level column {j}" for j in range(table.book.shape[1])))
     ends = {s: book_window_ends(table, s, cfg.lookback, (strides or {}).get(s, cfg.stride)) for s in SPLITS.values()}
-    put = lambda a: torch.from_numpy(np.ascontiguousarray(a)).to(device)
+    put = lambda a: torch.from_numpy(np.array(a)).to(device)   # a copy: tables read from files are not writable
     return Windows(put(table.book), put(table.labels.astype(np.int64)), None, None, ends, cfg.lookback, cfg.horizon, 0)
 
 
