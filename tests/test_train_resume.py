@@ -113,6 +113,7 @@ def test_killed_at_random_moments(name, tables, tmp_path):
 
 def test_ctrl_c_leaves_a_whole_checkpoint(tables, tmp_path):
     def child():
+        signal.signal(signal.SIGINT, signal.default_int_handler)     # a background job starts with Ctrl-C ignored
         try: run("dqn", tables, tmp_path / "run")
         except KeyboardInterrupt: os._exit(130)
     p = forked(child)
