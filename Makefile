@@ -60,6 +60,7 @@ test-slow: $(DEV)  ## the long proofs
 	$(ONE) pytest -q -n 2 -m slow tests
 
 test-peers: $(PEERS)  ## recompute the golden tensors with the peer libraries
+	$(ONE) nbdev_test --n_workers 2 --flags peers --path nbs/peers --do_print
 	$(ONE) pytest -q -m peers tests
 
 test-gpu: $(DEV)  ## one worker, so that nothing shares the card

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['app', 'ParamsFile', 'Profile', 'Seed', 'Device', 'Json', 'verb', 'load_params', 'bars', 'features', 'book',
-           'download', 'load_tables', 'train', 'gpu_monitor', 'final_checkpoint', 'greedy', 'main_figures', 'evaluate',
-           'evaluate_agent', 'evaluate_forecaster', 'wanted', 'rows_as_table', 'device', 'audit', 'budget', 'monitor',
-           'pairs', 'bench', 'decide', 'readiness', 'main']
+           'download', 'load_tables', 'train', 'seeds', 'gpu_monitor', 'final_checkpoint', 'greedy', 'main_figures',
+           'evaluate', 'evaluate_agent', 'evaluate_forecaster', 'wanted', 'rows_as_table', 'device', 'audit', 'budget',
+           'monitor', 'pairs', 'bench', 'decide', 'peers', 'readiness', 'main']
 
 # %% ../nbs/96_cli.ipynb #cf560f02
 import functools, sys
@@ -161,6 +161,41 @@ def train(
         else: done = {model: train_model(model, tables["book" if "book" in kinds else "bars"], p, out, **options)}
     for name, s in done.items():
         typer.echo(f"{name}: {s['epochs']} epochs in {s['seconds']:.1f} s on {s['device']} ({s['device_reason']}); loss {s['trend']}, {'stable' if s['stable'] else 'NOT stable'} -> {out if model != 'all' else out / name}")
+
+
+@verb
+def seeds(
+    model: Annotated[str, typer.Argument(help="dqn or ppo")],
+    features: Annotated[Path, typer.Option(help="folder made by `foxhunt features`")],
+    out: Annotated[Path, typer.Option(help="folder: one run and one backtest per seed, and seeds.json")],
+    n: Annotated[int, typer.Option("--n", help="seeds: the first and those after it")] = 5,
+    workers: Annotated[Optional[int], typer.Option(help="processes at a time; default: one per processor")] = None,
+    epochs: Annotated[Optional[int], typer.Option(help="epochs of each run")] = None,
+    split: Annotated[str, typer.Option(help="train, val or test")] = "val",
+    seed: Seed = None, device: Device = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue interrupted runs")] = False,
+    profile: Profile = None, params: ParamsFile = None,
+):
+    "Several seeds of an agent side by side: every run's net result, their middle with its interval, and the baselines."
+    from foxhunt.core import choose_device, write_json
+    from foxhunt.data.windows import SPLITS, load_table
+    from foxhunt.evaluate.significance import seed_summary
+    from foxhunt.train.coordinator import train_seeds
+    from foxhunt.train.registry import load_model, spec
+    if spec(model).kind != "agent": raise UserError(f"{model} is no agent: dqn or ppo")
+    if split not in SPLITS: raise UserError(f"--split {split}: not one of {', '.join(SPLITS)}")
+    if n < 3: raise UserError(f"--n {n}: an interval needs at least 3 seeds, a claim 10")
+    p = load_params(params, profile, seed=seed, device=device, **({f"train.{model}.epochs": epochs} if epochs is not None else {}))
+    table, numbers = load_table(features), range(p.seed, p.seed + n)
+    train_seeds(model, table, p, out, numbers, workers, device=p.device, resume=resume)
+    rows = {}
+    for s in numbers:
+        net, meta = load_model(final_checkpoint(out / f"seed_{s}", model), choose_device(p.device).device, model)
+        rows[s] = evaluate_agent(net, meta, table, SPLITS[split], p, out / f"seed_{s}_{split}")
+    found = seed_summary({s: r["net"] for s, r in rows.items()}, {k: rows[p.seed][k] for k in ("long", "momentum", "oracle")})
+    write_json(out / "seeds.json", {"model": model, "split": split, "runs": rows, **found})
+    typer.echo(rows_as_table([{"seed": s, "net": f"{r['net']:,.0f}", "sharpe": "" if r["sharpe"] is None else f"{r['sharpe']:.2f}", "traded": f"{r['traded']:,.0f}"} for s, r in rows.items()]))
+    typer.echo(found["text"])
 
 
 def gpu_monitor(out: Path, on: bool):
@@ -361,6 +396,27 @@ def decide(
         if rows: typer.echo(rows_as_table(rows) + "\n")
     for line in lines(d): typer.echo(line)
     if json: write_json(json, d.to_json())
+
+
+@verb
+def peers(
+    out: Annotated[Path, typer.Option(help="JSON of all rows, settings and the machine")],
+    only: Annotated[Optional[str], typer.Option(help="comma separated: dqn, ppo, env, mamba2, tft, memory; default: all")] = None,
+    threads: Annotated[Optional[int], typer.Option(help="of torch; default: as it is")] = None,
+    rounds: Annotated[int, typer.Option(help="turns of every contender")] = 7,
+):
+    "The same work by other libraries and by foxhunt, in turn, in one run (needs `make setup-peers`)."
+    from foxhunt.core import write_json
+    from foxhunt.peers.agents import AGENTS
+    from foxhunt.peers.memory import MEMORY
+    from foxhunt.peers.race import compare
+    from foxhunt.peers.sequence import SEQUENCE
+    found = compare({**AGENTS, **SEQUENCE, **MEMORY}, tuple(only.split(",")) if only else None, threads, rounds=rounds)
+    write_json(out, found)
+    memory = [r for r in found["rows"] if r["work"] == "memory"]
+    for rows in ([r for r in found["rows"] if r["work"] != "memory"], memory):
+        if rows: typer.echo(rows_as_table(rows))
+    typer.echo(f"-> {out}")
 
 
 @verb

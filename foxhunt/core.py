@@ -169,8 +169,8 @@ def progress(
     unit: str = "it",
     initial: float = 0,
 ):  # a tqdm bar
-    "A progress bar for terminal and JupyterLab; in a log file it prints rarely."
+    "A progress bar for terminal and JupyterLab; in a log file it prints rarely, with TQDM_DISABLE=1 never."
     import sys
     from tqdm.auto import tqdm
     quiet = not sys.stderr.isatty() and "ipykernel" not in sys.modules
-    return tqdm(it, desc=desc, total=total, unit=unit, initial=initial, mininterval=10 if quiet else 0.2, dynamic_ncols=True)
+    return tqdm(it, desc=desc, total=total, unit=unit, initial=initial, mininterval=10 if quiet else 0.2, dynamic_ncols=True, disable=bool(os.environ.get("TQDM_DISABLE")))

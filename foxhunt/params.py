@@ -79,6 +79,7 @@ class DQN:
     "Deep Q-network: Mnih et al. 2015, double (van Hasselt 2016), dueling (Wang 2016), n-step, prioritised replay (Schaul 2016)."
     epochs: int = 40
     updates_per_epoch: int = 20
+    steps_per_update: int = 4      # of all lanes, at most: a long split takes several epochs to walk
     lanes: int = 64
     hidden: tuple[int, ...] = (512, 512, 512, 256)
     batch: int = 64
@@ -106,7 +107,7 @@ class DQN:
     checkpoint_every: int = 10     # epochs
 
     def __post_init__(self):
-        require(self, "epochs", "updates_per_epoch", "lanes", "batch", "lr", "n_step", "replay_size", "huber", "clip", "target_every", "checkpoint_every")
+        require(self, "epochs", "updates_per_epoch", "steps_per_update", "lanes", "batch", "lr", "n_step", "replay_size", "huber", "clip", "target_every", "checkpoint_every")
         require(self, "gamma", "tau", "eps_fraction", high=1); require(self, "eps_start", "eps_end", "alpha", "beta", open=False, high=1)
 
 

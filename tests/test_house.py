@@ -131,6 +131,18 @@ NOT_FOR = {"agent": {"foxhunt.data.book", "foxhunt.evaluate.forecast", "foxhunt.
 ONLY_WITH = {"--monitor": {"foxhunt.hardware.monitor"}}
 
 
+TIMELESS = {"epochs", "lr", "gamma", "checkpoint_every", "horizon", "smooth"}     # parameters that do not change how long an epoch takes
+
+
+def test_benchmarks_depend_on_every_size_and_on_no_learning_rate():
+    import yaml
+    train = yaml.safe_load((ROOT / "params.yaml").read_text())["train"]
+    bench = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]["bench"]
+    for name, item in bench["foreach"].items():
+        names = {expand(p, name, item) for p in bench["do"]["params"]}
+        assert {p for p in names if p.startswith("train.")} == {f"train.{name}.{k}" for k in train[name].keys() - TIMELESS}, name
+
+
 def test_stages_depend_on_the_modules_they_use():
     if not (ROOT / "dvc.yaml").exists() or "foxhunt.cli" not in MODULES: pytest.skip("no pipeline yet")
     from foxhunt.train.registry import MODELS, spec

@@ -138,6 +138,27 @@ def test_every_gradient_is_finite_and_alive(cast, t):
     assert all(p.dtype == torch.float32 for p in f.parameters())
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("cast", (None, torch.bfloat16, torch.float16))
+def test_a_row_of_nothing_but_padding_is_safe(cast):
+    "Finite forecast and gradients, and the other rows do not notice; padding holds garbage."
+    model, u = stack(), inputs(3, 19); valid = torch.ones(3, 19, dtype=torch.bool); valid[1] = False; u[1] = 1e4
+    with torch.autocast("cpu", cast, enabled=cast is not None): y = model(u, valid)
+    alive(model, y.float().square().sum())
+    assert torch.isfinite(y).all()
+    if cast is None:
+        assert relative(y[[0, 2]], model(u[[0, 2]])) <= 1e-4 and relative(model.scan(u[:1])[0], y[:1]) <= 1e-4
+        nothing = stack(); nothing(u, torch.zeros_like(valid)).square().sum().backward()       # a whole batch of it
+        assert all(p.grad is None or torch.isfinite(p.grad).all() for p in nothing.parameters())
+
+
+@pytest.mark.unit
+def test_one_variable_is_enough_and_none_is_named():
+    torch.manual_seed(0); f = Mamba2Forecaster(CFG, 1)
+    alive(f, (f.every(inputs(3, 19, 1)) - torch.arange(3)).square().mean())
+    with pytest.raises(ValueError, match="variables must be at least 1, got 0"): Mamba2Forecaster(CFG, 0)
+
+
 @pytest.mark.unit
 def test_autocast_keeps_decay_and_states_in_fp32():
     block = Mamba2Block(16, d_state=8, head=8)

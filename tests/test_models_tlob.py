@@ -169,6 +169,21 @@ def test_no_decay_for_vectors_and_normalisation(kind):
     for n, p in model.named_parameters(): assert (id(p) in free) == (p.ndim < 2 or "norm_layer" in n), n
 
 
+@BOTH
+@pytest.mark.integration
+@pytest.mark.parametrize("cast", (None, torch.bfloat16))
+def test_checkpointing_changes_no_gradient_and_keeps_less(kind, cast):
+    kept, grads = [], []
+    for saving in (False, True):
+        model, seen = build(kind, Config(lookback=16, hidden=8, n_layers=2, dropout=0.3, grad_checkpoint=saving)).train(), []
+        torch.manual_seed(3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel()) or t, lambda t: t), torch.autocast("cpu", cast, enabled=cast is not None):
+            loss = F.cross_entropy(model(books()).float(), torch.arange(3))
+        loss.backward(); grads.append([p.grad for p in model.parameters()]); kept.append(sum(seen))
+    assert all(torch.equal(a, b) for a, b in zip(*grads)) and kept[1] < kept[0] / 2
+    with torch.no_grad(): assert torch.isfinite(model.eval()(books())).all()
+
+
 # live
 
 @BOTH

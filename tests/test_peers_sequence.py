@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from foxhunt.core import UserError
-from foxhunt.peers.sequence import MambaSize, TFTSize, fastest, mamba_foxhunt, mamba_rows, mamba_transformers, peer, quiet, race, sequence_rows, tft_foxhunt, tft_neuralforecast, tft_pytorch_forecasting, tft_rows
+from foxhunt.peers.race import compare, fastest, peer, quiet, race
+from foxhunt.peers.sequence import SEQUENCE, MambaSize, TFTSize, mamba_foxhunt, mamba_rows, mamba_transformers, tft_foxhunt, tft_neuralforecast, tft_pytorch_forecasting, tft_rows
 
 TINY = TFTSize(hidden=16, heads=2, lookback=6, horizon=3, past=2)
 KEYS = ["work", "size", "mode", "peer", "peer_ms", "ours_ms", "ratio"]
@@ -36,7 +37,7 @@ def test_a_race_counts_every_contender_alike_and_survives_a_mode_that_does_not_r
     assert calls.count("a") == calls.count("b") == 4 * 3 and set(r.ms) == {"a", "b"} and (r.others is None or 0 <= r.others <= 1)
     def broken(): raise RuntimeError("no primitive")
     with pytest.raises(RuntimeError, match="none of bf16 runs"): fastest({"bf16": broken})
-    with pytest.raises(UserError, match="known: mamba2, tft"): sequence_rows(("dqn",))
+    with pytest.raises(UserError, match="known: mamba2, tft"): compare(SEQUENCE, ("dqn",))
 
 
 @pytest.mark.peers
@@ -56,6 +57,6 @@ def test_tft_rows_of_both_libraries():
 def test_mamba_rows():
     pytest.importorskip("transformers")
     rows, notes = mamba_rows((2,), MambaSize(width=16, layers=2, head=8, state=8, length=12), chunks=(4, 8), **ONCE)
-    assert [(r["work"], r["mode"]) for r in rows] == [("mamba2-train", "fp32"), ("mamba2-train", "best"), ("mamba2-forward", "fp32"), ("mamba2-step", "fp32")]
+    assert [(r["work"], r["mode"]) for r in rows] == [("mamba2-train", "fp32"), ("mamba2-train", "best"), ("mamba2-forward", "fp32"), ("mamba2-step", "fp32"), ("mamba2-step", "best")]
     assert all(list(r) == KEYS and r["peer"] == "transformers" for r in rows)
     assert notes["parameters"]["foxhunt"] == notes["parameters"]["transformers"] - 16      # its embedding of one token

@@ -98,21 +98,24 @@ def test_decay_groups(table):
     assert all(p.ndim >= 2 for p, n in names.items() if n not in free)
 
 
+ALL = pytest.mark.parametrize("cfg", [TFT, MAMBA, TLOB, replace(TLOB, mixer=True)], ids=["tft", "mamba2", "tlob", "mlplob"])
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize("cfg", [TFT, MAMBA], ids=["tft", "mamba2"])
+@ALL
 @pytest.mark.parametrize("n", [31, 32, 5])
-def test_accumulation_equals_the_large_batch(cfg, n, table):
+def test_accumulation_equals_the_large_batch(cfg, n, table, book):
     def grads(accumulate):
-        t = ForecastTrainer(table, replace(cfg, accumulate=accumulate, dropout=0.0)); t.gradients(torch.from_numpy(t.windows.ends[TRAIN][:n])); return torch.cat([p.grad.flatten() for p in t.model.parameters()])
+        t = ForecastTrainer(book if isinstance(cfg, P.TLOB) else table, replace(cfg, accumulate=accumulate, dropout=0.0)); t.gradients(torch.from_numpy(t.windows.ends[TRAIN][:n])); return torch.cat([p.grad.flatten() for p in t.model.parameters()])
     a, b = grads(1), grads(4)
     assert torch.allclose(a, b, rtol=1e-4, atol=2e-6 * max(1.0, a.abs().max().item()))
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("cfg", [TFT, MAMBA], ids=["tft", "mamba2"])
-def test_checkpointed_gradients_are_the_same(cfg, table):
+@ALL
+def test_checkpointed_gradients_are_the_same(cfg, table, book):
     def grads(on):
-        t = ForecastTrainer(table, replace(cfg, grad_checkpoint=on)); torch.manual_seed(1); t.gradients(torch.from_numpy(t.windows.ends[TRAIN][:16])); return torch.cat([p.grad.flatten() for p in t.model.parameters()])
+        t = ForecastTrainer(book if isinstance(cfg, P.TLOB) else table, replace(cfg, grad_checkpoint=on)); torch.manual_seed(1); t.gradients(torch.from_numpy(t.windows.ends[TRAIN][:16])); return torch.cat([p.grad.flatten() for p in t.model.parameters()])
     assert torch.allclose(grads(False), grads(True), rtol=1e-4, atol=1e-6)
 
 

@@ -7,9 +7,8 @@ __all__ = ['LIMIT', 'REPORTED', 'MARKS', 'BATCHES', 'Case', 'case_workload', 're
            'largest_of', 'sizes', 'footprint_rows', 'bench_seconds', 'batch_of', 'the_card', 'budget_report']
 
 # %% ../../nbs/bench/75_budget.ipynb #f96388a8
-import dataclasses, multiprocessing, os
+import dataclasses, sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import UserError, read_json
-from ..hardware.audit import Workload, named_tensors
+from ..core import UserError, progress, read_json
+from ..hardware.audit import Workload, in_fork, named_tensors
 from ..hardware.memory import CARDS, MIB, Card, Footprint, OutOfMemory, Trace, plans, record, replay, static_footprint, thresholds
 from ..params import Params
 from ..train.registry import spec, workload
@@ -45,25 +44,21 @@ def case_workload(c: Case, params: Params) -> Workload:
 
 
 def recorded(c: Case, params: Params) -> Trace:
-    "The births and deaths of a case. Registers the pretend accelerator in this process: `record_all` calls it in others."
+    "The births and deaths of a case. Registers the pretend accelerator in this process: `record_all` calls it in a fork."
     return record(case_workload(c, params), c.batch, c.precision)
 
 # %% ../../nbs/bench/75_budget.ipynb #439e3fa1
-def _child() -> None:
-    torch.set_num_threads(1)   # a fork has no OpenMP pool
-    torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: False   # and CUDA cannot be used in a fork
-
-
 def record_all(
     cases: Sequence[Case],
     params: Params,
-    processes: int | None = None,   # None: two, or one on a single core
-) -> dict[Case, Trace]:
-    "Every case once, in forked processes; this one stays as it is. The slowest models start first."
-    order = {"tft": 0, "tlob": 1, "mamba2": 2}
-    todo = sorted(dict.fromkeys(cases), key=lambda c: (order.get(c.model, 9), not c.grad_checkpoint))
-    with ProcessPoolExecutor(processes or min(2, os.cpu_count() or 1), multiprocessing.get_context("fork"), _child) as pool:
-        return dict(zip(todo, pool.map(recorded, todo, [params] * len(todo))))
+) -> dict[Case, Trace | str]:   # a case whose step fails: its error, in one line
+    "Every case once, in a fork; this process stays as it is."
+    def one(c: Case) -> Trace | str:
+        try: return recorded(c, params)
+        except (RuntimeError, NotImplementedError, TypeError) as e: return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+    todo = list(dict.fromkeys(cases))
+    bar = (lambda: todo) if "ipykernel" in sys.modules else lambda: progress(todo, "budget", unit="case")   # a fork must not talk to a notebook
+    return in_fork(lambda: {c: one(c) for c in bar()})
 
 # %% ../../nbs/bench/75_budget.ipynb #c260f737
 def stretch(
@@ -174,9 +169,10 @@ BATCHES = (32, 64, 128, 256)
 def _cases(name: str, params: Params) -> dict[str, list[Case]]:
     "What is recorded for a model: `precision` at its batch and twice that, `shape` for length and checkpointing."
     cfg, b = spec(name).config(params), batch_of(name, params)
-    look = getattr(cfg, "lookback", None); ck = name in ("mamba2", "tft")   # the models whose networks have the switch
+    look = getattr(cfg, "lookback", None)
     shape = [Case(name, "fp32", b, look // 2)] if look and look >= 16 else []
-    return {"precision": [Case(name, "fp32", b), Case(name, "fp32", 2 * b), Case(name, "amp", b), Case(name, "bf16", b), *([] if name in ("tft", "tlob") else [Case(name, "bf16", 2 * b)])], "shape": shape + ([Case(name, "fp32", b, None, True)] if ck else [])}
+    if hasattr(cfg, "grad_checkpoint"): shape.append(Case(name, "fp32", b, None, True))   # the models whose networks have the switch
+    return {"precision": [Case(name, "fp32", b), Case(name, "fp32", 2 * b), Case(name, "amp", b), Case(name, "bf16", b), *([] if name in ("tft", "tlob") else [Case(name, "bf16", 2 * b)])], "shape": shape}
 
 
 def batch_of(name: str, params: Params) -> int:
@@ -209,12 +205,15 @@ def budget_report(
     card, models = the_card(vram_gb), [spec(m).name for m in models]
     seconds = bench_seconds(bench, models, params)
     asked = {m: _cases(m, params) for m in models}
-    traces = record_all([c for a in asked.values() for c in (*a["precision"], *a["shape"])], params)
+    found = record_all([c for a in asked.values() for c in (*a["precision"], *a["shape"])], params)
+    traces = {c: t for c, t in found.items() if isinstance(t, Trace)}; failed = {c: t for c, t in found.items() if c not in traces}
+    if bad := next((c for c in failed if c.precision == "fp32"), None): raise UserError(f"{bad.model}: its training step fails on the pretend GPU, `foxhunt audit --models {bad.model}` says where: {failed[bad]}")
     peak, rows, shapes, largest = {}, [], [], []
     for m in models:
         b = batch_of(m, params)
         for p in ("fp32", "amp", "bf16"):
             first, second = Case(m, p, b), Case(m, p, 2 * b)
+            if first in failed: continue
             peak[m, p, b] = footprint(traces[first], first, b, card)
             if second in traces:
                 for n in (n for n in BATCHES if n != b):
@@ -227,6 +226,7 @@ def budget_report(
         rows += [_row(f, card, params) for k, f in peak.items() if k[0] == m]
     base = {m: peak[m, "fp32", batch_of(m, params)] for m in models}
     tables = {"Predicted peak of a training update": rows}
+    if failed: tables["Cannot be trained so"] = [dict(model=c.model, precision=c.precision, batch=c.batch, error=e) for c, e in failed.items()]
     if shapes: tables["Predicted peak by length and gradient checkpointing"] = shapes
     tables["Predicted largest batch"] = largest
     tables["Footprint by seed 004's formula beside the predicted training peak"] = footprint_rows(models, params, base)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..core import jsonable, machine, progress, synchronize, write_json
-from ..hardware.audit import Workload, audit, build, gradients, named_tensors, training_step
+from ..hardware.audit import PLACES, Workload, audit_here, build, gradients, in_fork, named_tensors, training_step
 from ..hardware.batch_size import is_out_of_memory
 from ..hardware.memory import CARDS, MIB, predict
 from ..params import Forecast, Params
@@ -230,7 +230,7 @@ def examine(name: str, params: Params, vram_gb: float = 4.0) -> dict[str, Cell]:
     again = f"foxhunt readiness --models {name}"
 
     def audited(i: int) -> tuple[str, bool]:
-        r = audit(lambda: s.workload(params, synthetic(s.kind, params.seed)), i)
+        r = in_fork(audit_here, s.workload(params, table), i, torch.float32, PLACES, 0)   # dead parameters are asked for below
         return f"{len(r.mixups)} mix-ups at {len(r.places)} places, {r.syncs} host waits" + (f": {r.row()['first_fault']}" if r.mixups else ""), not r.mixups
 
     def memory() -> tuple[str, bool]:

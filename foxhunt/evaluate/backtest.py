@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['runs', 'rollout', 'filled', 'Ledger', 'settle', 'Result', 'backtest', 'round_trips', 'momentum_targets',
            'shifted_targets', 'oracle_targets', 'sign_targets', 'baselines', 'cost_grid', 'break_even', 'delays',
-           'scores', 'report', 'save_result']
+           'scores', 'by_session', 'report', 'save_result']
 
 # %% ../../nbs/evaluate/60_backtest.ipynb #e30cd064
 import dataclasses, math
@@ -287,6 +287,13 @@ def scores(
         by_hour=by_hour(led.net, result.ts), fill=result.env.fill, delay=result.delay)
 
 
+def by_session(result: Result) -> dict[str, list]:
+    "Net equity after each session (currency), all contracts together, with the stamp (ns UTC) of its last bar: a curve to draw."
+    sessions, net = per_session(result.ledger.net, result.session)
+    last = np.zeros(len(sessions), np.int64); np.maximum.at(last, np.searchsorted(sessions, result.session), result.ts)
+    return {"ts": last.tolist(), "net": net.cumsum().tolist()}
+
+
 def report(
     table,
     split: int,
@@ -305,6 +312,7 @@ def report(
     return jsonable(dict(
         name=result.name, split=("train", "val", "test")[split], bars=len(result.ts), contracts=result.contracts, env=result.env,
         policy=scores(result, capital, table.interval_ns), baselines={n: short(r) for n, r in found.items()},
+        curves={n: by_session(r) for n, r in found.items()},
         random={"draws": draws, "mean": random.mean(), "low": np.quantile(random, 0.05), "high": np.quantile(random, 0.95), "beaten": float((random < result.profit).mean())} if draws else {},
         regret={"currency": best - result.profit, "share_of_oracle": result.profit / best if best > 0 else math.nan},
         break_even=break_even(result), cost_grid={"ticks": ticks, "scales": scales, "net": cost_grid(result, ticks, scales)},

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Moments', 'moments', 'probabilistic_sharpe', 'minimum_track_record', 'expected_best', 'deflated_sharpe', 'iqm',
-           'Interval', 'bootstrap', 'probability_of_improvement', 'curve_interval']
+           'Interval', 'bootstrap', 'probability_of_improvement', 'curve_interval', 'seed_summary']
 
 # %% ../../nbs/evaluate/63_significance.ipynb #2570b461
-import math
+import dataclasses, math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -144,3 +144,17 @@ def curve_interval(
     rng = np.random.default_rng(stream_seed(seed, "curve"))
     again = iqm(x.T[:, rng.integers(0, len(x), (draws, len(x)))])                # (points, draws)
     return np.stack([iqm(x.T), *np.quantile(again, [(1 - level) / 2, (1 + level) / 2], axis=1)])
+
+# %% ../../nbs/evaluate/63_significance.ipynb #193e13e5
+def seed_summary(
+    net: dict[int, float],        # seed -> profit, net of costs, currency
+    baselines: dict[str, float],  # name -> profit on the same bars and costs
+) -> dict:                        # interval, how many beat each baseline, a sentence
+    "The middle of the seeds with its interval, and whether that is an edge: an interval above 0 and above every baseline but the oracle."
+    x = np.array(list(net.values())); mid = bootstrap(x)
+    beats = {k: int((x > v).sum()) for k, v in baselines.items()}
+    goal = max([0.0] + [v for k, v in baselines.items() if k != "oracle"])
+    edge = mid.low > goal
+    text = (f"net {mid.value:,.0f} (interquartile mean of {mid.seeds} seeds, 95 % interval {mid.low:,.0f} to {mid.high:,.0f}); "
+            + ", ".join(f"{k} {v:,.0f}" for k, v in baselines.items()) + ": " + ("above every baseline" if edge else "no edge found") + ("" if mid.seeds >= 10 else "; fewer than 10 seeds are no claim"))
+    return dict(interval=dataclasses.asdict(mid), beats=beats, edge=bool(edge), text=text)

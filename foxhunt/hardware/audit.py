@@ -140,8 +140,9 @@ class DeviceMixup(RuntimeError):
     "A tensor or a generator is not on the device that it should be on."
 
 # %% ../../nbs/hardware/42_audit.ipynb #1410c9b9
-_aten = torch.ops.aten
+_aten, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
 _HOST = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default, _aten.item.default}
+_PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 _MOST = 500  # synchronisations after which a run is stopped: a loop on a device value may never end
 
 
@@ -177,11 +178,14 @@ class Pretend(TorchDispatchMode):
         torch._C._set_only_lift_cpu_tensors(self._old[0]); torch.Generator = self._old[1]
         return super().__exit__(*exc)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool: return False   # nothing is compiled here; the wrapper costs more than most calls
+
     def _away(self, x: object) -> bool: return isinstance(x, FakeTensor) and (self.host or x.device.type == PRETEND)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE: return torch.device("meta") if args[0].device.type == PRETEND else args[0].device
         kwargs = dict(kwargs or {})
-        if func is torch.ops.prim.device.default: return torch.device("meta") if args[0].device.type == PRETEND else args[0].device
         if func in (_aten._pin_memory.default, _aten.pin_memory.default): return args[0]
         if func in (_aten.is_pinned.default,): return False
         device = kwargs.get("device")
@@ -197,13 +201,13 @@ class Pretend(TorchDispatchMode):
     def _propagate(self, func, args, kwargs, tensors, away):
         if func in _TENSOR_LR: func, kwargs = _TENSOR_LR[func], kwargs | {"lr": 0.0}   # only the form with a number can be propagated
         if func in _HOST: return self._stand_in(func, args, bool(away))
+        if func in _PRODUCTS and len(kinds := {x.dtype for x in tensors}) > 1: raise RuntimeError(f"the factors of a product must have the same dtype, but are {' and '.join(sorted(map(str, kinds)))}")   # shapes alone would pass
         real = any(not isinstance(x, FakeTensor) for x in tensors)
         fargs, fkw = pytree.tree_map_only(Tensor, self._as_fake, (args, kwargs)) if real else (args, kwargs)
         if away and (func is _aten.nonzero.default or (func is _aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1]))
                      or func in (_aten.masked_select.default, _aten._unique2.default)):
             return self._sized_by_values(func, fargs, fkw)
-        try:
-            with self.fake: out = func(*fargs, **fkw)
+        try: out = self.fake.dispatch(func, (), fargs, fkw)   # what entering the mode and calling `func` ends in
         except (DataDependentOutputException, DynamicOutputShapeException):
             if away: self._sync(f"{func} needs values of the accelerator")
             raise
@@ -412,6 +416,9 @@ def build(w: Workload, device: torch.device, dtype: torch.dtype = torch.float32)
     old = torch.get_default_dtype(); torch.set_default_dtype(dtype)
     try:
         with device: return w.model()
+    except NotImplementedError:   # an initialization without a half-precision kernel (QR): in float32, then converted
+        torch.set_default_dtype(torch.float32)
+        with device: return w.model().to(dtype)
     finally: torch.set_default_dtype(old)
 
 
@@ -451,7 +458,10 @@ def audit_here(
 
         def loading() -> None:
             zeros = lambda x: pytree.tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), x)   # on the host, as a file is read
-            _, m = ready(); load(m, zeros(dict(m.state_dict())))
+            _, m = ready()
+            with warnings.catch_warnings():   # a pretend parameter looks like a meta one to torch; the copy is made nevertheless
+                warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter in the checkpoint to a meta parameter", UserWarning)
+                load(m, zeros(dict(m.state_dict())))
             _placed(mode, "loaded", m, by=load); _placed(mode, "loaded", dict(_attributes(m)), by=load)
             opt = w.optimizer(m)
             if "optimizer" in cache: opt.load_state_dict(zeros(cache["optimizer"]))

@@ -48,8 +48,7 @@ def try_batch(
 ) -> Trial:
     "Run `updates` updates of this batch on the device; any error but out of memory is raised."
     cuda, failed, peak = device.type == "cuda", "", None
-    release(device)
-    if cuda: torch.cuda.reset_peak_memory_stats(device)
+    if cuda: release(device); torch.cuda.reset_peak_memory_stats(device)
     try:
         m = build(w, device); opt = w.optimizer(m)
         for _ in range(updates): training_step(w, m, opt, w.batch(batch, device))

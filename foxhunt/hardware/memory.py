@@ -13,6 +13,7 @@ import bisect, contextlib, dataclasses, itertools, sys, weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import le
 from typing import Any
 
 import torch
@@ -73,8 +74,8 @@ class Recorder(Pretend):
         with self: self._calibrate()
 
     def _calibrate(self) -> None:
-        "How many references a gradient has that only the backward engine holds: that of a sum of three."
-        self.alone = 0
+        "How many references a gradient and its storage have that only the backward engine holds: those of a sum of three."
+        self.alone = (0, 0)
         x = torch.ones(2, device=self.target, requires_grad=True) * 1
         (x.sin() + x.cos() + x.exp()).sum().backward()
         self.trace, self.ids, self.alone = Trace(), WeakIdKeyDictionary(), self.seen
@@ -82,8 +83,8 @@ class Recorder(Pretend):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         place = _IN_PLACE.get(func)
         if place and self._from_engine() and isinstance(args[1], Tensor | int):
-            self.seen = args[0]._use_count()
-            if self.seen <= self.alone and _dense(args[0]) and args[0].dtype == getattr(args[-1], "dtype", args[0].dtype): func = place
+            x = args[0]; self.seen = x._use_count(), torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+            if all(map(le, self.seen, self.alone)) and _dense(x) and x.dtype == getattr(args[-1], "dtype", x.dtype): func = place
         kept, scratch = self._kernel(func, args, kwargs or {}) if self.host and func in _OPAQUE else (0, 0)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if kept:
@@ -110,6 +111,9 @@ class Recorder(Pretend):
         while f and f.f_code.co_name in ("inner", "_fn", "__torch_dispatch__"): f = f.f_back   # torch's wrappers of this mode
         return f is not None and f.f_code.co_name == "_engine_run_backward"
 
+    def _sync(self, message: str) -> None:
+        if not self.host: super()._sync(message)   # the host never waits for itself
+
     def mark(self, phase: str) -> None: self.phase = phase; self.trace.marks.append((len(self.trace.events), phase))
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
@@ -119,6 +123,15 @@ class Recorder(Pretend):
     def add(self, nbytes: int, category: str) -> int:
         i = len(self.trace.category); self.trace.category[i] = category; self.trace.events.append((nbytes, i))
         return i
+
+    def repeat(self, start: int, stop: int) -> None:
+        "Append the events of an update again, as new storages; what it left behind, gradients aside, is there already."
+        t = self.trace; past, marks = t.events[start:stop], [m for m in t.marks if start <= m[0] < stop]
+        gone = {i for b, i in past if b < 0}; new: dict[int, int] = {}
+        for k, (b, i) in enumerate(past, start):
+            for _, phase in (m for m in marks if m[0] == k): self.mark(phase)
+            if b > 0 and (i in gone or t.category[i] == "gradients"): new[i] = self.add(b, t.category[i])
+            elif b < 0 and i in new: t.events.append((b, new[i]))
 
     def _enter(self, x: FakeTensor) -> None:
         s = x.untyped_storage()
@@ -197,24 +210,26 @@ def record(
     batch: int | None = None,       # None: the workload's own
     precision: str = "fp32",        # fp32, amp, bf16, fp16
     index: int | None = 0,          # of the pretend accelerator; None: the host's own kernels and optimizer
-    updates: int = 2,
     outside: bool = True,           # count tensors that were made before the recording, such as resident tables
+    whole: bool = False,            # record the second update too, instead of copying the first
 ) -> Trace:
-    "Births and deaths of all storages of a training run of `updates` updates. Registers the pretend accelerator in this process."
+    "Births and deaths of all storages of two updates. Registers the pretend accelerator in this process."
     if precision not in PRECISIONS: raise UserError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
-    gpu = index is not None
     # autocast has no kernels on a pretend accelerator: its casts are recorded on the host, with CUDA's optimizer
-    rec = Recorder(None if precision == "amp" else index, outside)
-    with rec, cuda_kernels() if gpu and precision != "amp" else contextlib.nullcontext():
+    gpu, host = index is not None, index is None or precision == "amp"
+    rec, size = Recorder(None if host else index, outside), batch or w.batch_size
+    if host: w.batch(1, rec.target)   # what a workload keeps on the host between batches is real
+    with rec, contextlib.nullcontext() if host else cuda_kernels():
         m = build(w, rec.target, _WEIGHTS[precision]); rec.label([*m.parameters(), *m.buffers()], "parameters")
         opt = w.optimizer(m)
         if precision in ("bf16", "fp16"): rec.phase = "optimizer"; opt = MasterWeights(opt)
         if gpu: _foreach(opt)
         hooks = [p.register_post_accumulate_grad_hook(lambda p: rec.label([p.grad], "gradients")) for p in m.parameters() if p.requires_grad]
-        step = dataclasses.replace(w, loss=_phased(w.loss, rec, precision))
-        for _ in range(updates):
-            rec.mark("batch"); data = cast_floats(w.batch(batch or w.batch_size, rec.target), _WEIGHTS[precision])
-            training_step(step, m, opt, data)
+        step, start = dataclasses.replace(w, loss=_phased(w.loss, rec, precision)), 0
+        for k in range(2):
+            rec.mark("batch"); data = cast_floats(w.batch(size, rec.target), _WEIGHTS[precision])
+            if k and not whole: opt.zero_grad(); rec.repeat(start, stop); break
+            start = len(rec.trace.events); training_step(step, m, opt, data); stop = len(rec.trace.events)
             rec.label([t for s in opt.state.values() for t in s.values() if isinstance(t, Tensor)], "optimizer")
             rec.label([m.grad for g in opt.param_groups for m in g["params"] if m.grad is not None], "gradients")
         rec.mark("end")
@@ -252,17 +267,17 @@ def measure_host(
     w: Workload,
     batch: int | None = None,
     precision: str = "fp32",
-    updates: int = 2,
 ) -> Measured:
     "Memory of the real step on the CPU, as torch's profiler records it."
     from torch.profiler import ProfilerActivity, profile, record_function
     def loss(m, b):
         with record_function("forward"), torch.autocast("cpu", torch.bfloat16) if precision == "amp" else contextlib.nullcontext(): return w.loss(m, b)
     host, dtype = torch.device("cpu"), _WEIGHTS[precision]
+    w.batch(1, host)   # what a workload keeps between batches is no part of the step
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         m = build(w, host, dtype); opt = w.optimizer(m)
         if precision in ("bf16", "fp16"): opt = MasterWeights(opt)
-        for _ in range(updates):
+        for _ in range(2):
             data = cast_floats(w.batch(batch or w.batch_size, host), dtype)
             training_step(dataclasses.replace(w, loss=loss), m, opt, data)
     events = prof.profiler.kineto_results.events()
@@ -277,9 +292,9 @@ def measure_host(
                     sum(b for t, b in changes if forward[0] <= t <= forward[1]), top)
 
 
-def predict_host(w: Workload, batch: int | None = None, precision: str = "fp32", updates: int = 2) -> Measured:
+def predict_host(w: Workload, batch: int | None = None, precision: str = "fp32") -> Measured:
     "The same figures from the recording, with the host's kernels."
-    t = record(w, batch, precision, index=None, updates=updates, outside=False)
+    t = record(w, batch, precision, index=None, outside=False)
     live = Counter(); positions = dict((what, pos) for pos, what in t.marks)   # of the last update
     for k, (b, i) in enumerate(t.events): live[t.category[i]] += b if k < positions["end"] else 0
     activations = sum(b for b, _ in t.events[positions["activations"]:positions["other"]])

@@ -32,11 +32,11 @@ def ssd_step(
     D: Tensor | None = None,  # (h) skip
 ) -> tuple[Tensor, Tensor]:   # y (b, h, p), the state after this bar
     "One bar of the recurrence (Dao and Gu 2024, eq. 2): the cost does not depend on how many bars came before."
-    r = x.shape[1] // B.shape[1]                                   # heads per group
-    B, C = B.repeat_interleave(r, 1), C.repeat_interleave(r, 1)    # (b, h, n)
-    state = state * (dt * A).exp()[..., None, None] + (dt[..., None] * x)[..., None] * B[:, :, None]
-    y = (state * C[:, :, None]).sum(-1)                            # (b, h, p)
-    return (y if D is None else y + D[:, None] * x), state
+    b, g, n = B.shape                                                             # the heads of a group share B and C
+    state = (state * (dt * A).exp()[..., None, None]).reshape(b, g, -1, n)        # (b, g, r p, n)
+    state = torch.addcmul(state, (dt[..., None] * x).reshape(b, g, -1, 1), B[:, :, None])
+    y = (state * C[:, :, None]).sum(-1).reshape(x.shape)                          # (b, h, p)
+    return (y if D is None else y + D[:, None] * x), state.reshape(*x.shape, n)
 
 
 def ssd_recurrent(

@@ -87,10 +87,11 @@ class ActorCritic(nn.Module):
 def param_groups(
     model: nn.Module,
     weight_decay: float,  # for matrices
-) -> list[dict]:          # two optimizer groups: decayed, not decayed
+) -> list[dict]:          # optimizer groups: decayed and not decayed, one if nothing decays
     "Optimizer groups: vectors, scalars and parameters flagged `_no_decay` get no weight decay; a tied parameter appears once."
     free = lambda p: p.ndim < 2 or getattr(p, "_no_decay", False)
     params = [p for p in model.parameters() if p.requires_grad]
+    if not weight_decay: return [dict(params=params, weight_decay=0.0)]    # one group is one call of the optimizer's kernel
     groups = [dict(params=[p for p in params if not free(p)], weight_decay=weight_decay),
               dict(params=[p for p in params if free(p)], weight_decay=0.0)]
     return [g for g in groups if g["params"]]

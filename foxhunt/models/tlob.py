@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..params import TLOB as TLOBConfig
 
@@ -124,7 +125,7 @@ class Book(nn.Module):
         t, d = cfg.lookback, cfg.hidden
         if features < 1 or classes < 2: raise ValueError(f"features must be at least 1 and classes at least 2, got {features} and {classes}")
         if t < 4 or d < 4: raise ValueError(f"lookback and hidden must be at least 4, for the last layer keeps a quarter of each; got {t} and {d}")
-        self.time, self.features = t, features
+        self.time, self.features, self.grad_checkpoint = t, features, cfg.grad_checkpoint
         self.order_type = nn.Parameter(torch.zeros(3))
         self.order_type._no_decay = True
         self.norm_layer, self.emb_layer = BiN(t, features), nn.Linear(features, d)
@@ -134,7 +135,13 @@ class Book(nn.Module):
         "Normalised, embedded snapshots (b, t, d)."
         if book.shape[1:] != (self.time, self.features): raise ValueError(f"expected windows (b, {self.time}, {self.features}), got {tuple(book.shape)}")
         kinds = self.order_type.mean() if kind is None else self.order_type[kind][..., None]     # (b, t, 1)
-        return self.emb_layer(self.norm_layer(book)) + kinds
+        return self.emb_layer(self.norm_layer(book).to(self.emb_layer.weight.dtype)) + kinds     # BiN works in float32
+
+    def mix(self, x: Tensor) -> Tensor:
+        "The layers in turn (b, t, d), axes swapped after each; with `grad_checkpoint` only their inputs are kept for the backward pass."
+        saving = self.grad_checkpoint and torch.is_grad_enabled()
+        for layer in self.layers: x = (checkpoint(layer, x, use_reentrant=False) if saving else layer(x)).transpose(1, 2)
+        return x
 
 
 class TLOB(Book):
@@ -154,8 +161,7 @@ class TLOB(Book):
         book: Tensor,                # (b, t, v) scaled snapshots, oldest first
         kind: Tensor | None = None,  # (b, t) int, type of each event: 0, 1, 2; None: unknown
     ) -> Tensor:                     # (b, 3) logits of up, flat, down
-        x = self.embed(book, kind) + self.pos_encoder
-        for layer in self.layers: x = layer(x).transpose(1, 2)
+        x = self.mix(self.embed(book, kind) + self.pos_encoder)
         return self.final_layers(x.transpose(1, 2).flatten(1))     # channels outside, time inside
 
     def attention(self, book: Tensor, kind: Tensor | None = None) -> list[Tensor]:
@@ -177,9 +183,7 @@ class MLPLOB(Book):
 
     def forward(self, book: Tensor, kind: Tensor | None = None) -> Tensor:
         "(b, t, v) to logits (b, 3), as `TLOB.forward`."
-        x = F.gelu(self.embed(book, kind))
-        for layer in self.layers: x = layer(x).transpose(1, 2)
-        return self.final_layers(x.flatten(1))
+        return self.final_layers(self.mix(F.gelu(self.embed(book, kind))).flatten(1))
 
 # %% ../../nbs/models/33_tlob.ipynb #50764e34
 def reference_weights(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Callback', 'WORDS', 'Trainer', 'code_hash', 'content_hash', 'differences', 'exclusive', 'History', 'read_history',
            'epoch_line', 'Log', 'tell', 'partial_of', 'complete', 'open_partial', 'checkpoint', 'publish', 'summarize',
-           'final_lines', 'fit', 'run_identity', 'train_model', 'train_all']
+           'final_lines', 'fit', 'run_identity', 'train_model', 'train_all', 'train_seeds']
 
 # %% ../../nbs/train/57_coordinator.ipynb #fa47ca7c
 import contextlib, csv, dataclasses, hashlib, importlib.util, io, json, math, os, shutil, sys, time
@@ -393,3 +393,30 @@ def train_all(
         if torch.cuda.is_available(): torch.cuda.empty_cache()
     if failed: raise TrainingError(f"{len(failed)} of {len(specs)} models failed: {'; '.join(failed)}" + (f" (done: {', '.join(done)})" if done else ""))
     return done
+
+# %% ../../nbs/train/57_coordinator.ipynb #424c4531
+def _share(threads: int) -> None:
+    "A worker's beginning: its threads, and no progress bar of its own."
+    os.environ["TQDM_DISABLE"] = "1"; torch.set_num_threads(threads)
+
+
+def train_seeds(
+    name: str,
+    table: Any,
+    params: Any,
+    out: str | Path,               # each run gets out/seed_<n>
+    seeds: Sequence[int],
+    workers: int | None = None,    # processes at a time; None: one per processor
+    **options: Any,                # of `train_model`
+) -> dict[int, dict]:              # seed -> summary
+    "Train one model from several seeds, side by side."
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from multiprocessing import get_context
+    if len(set(seeds)) < len(seeds) or not seeds: raise UserError(f"seeds {list(seeds)}: name each once, and at least one")
+    if workers is not None and workers < 1: raise UserError(f"{workers} workers: at least 1 is needed")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(workers or cores, len(seeds))
+    with ProcessPoolExecutor(workers, get_context("spawn"), _share, (max(1, cores // workers),)) as pool:
+        runs = {pool.submit(train_model, name, table, dataclasses.replace(params, seed=s), Path(out) / f"seed_{s}", **options): s for s in seeds}
+        done = {runs[f]: f.result() for f in progress(as_completed(runs), name, total=len(runs), unit="seed")}
+    return {s: done[s] for s in seeds}

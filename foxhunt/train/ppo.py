@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core import UserError, generator
 from ..models.mlp import ActorCritic
 from ..params import PPO, Env
-from .dqn import adam, adam_state, amp, load_adam, load_generator, seeded
+from .dqn import adam, adam_state, amp, clip_in_step, load_adam, load_generator, seeded
 from .replay import Lanes, MarketLanes
 
 # %% ../../nbs/train/52_ppo.ipynb #d2bf1eb4
@@ -124,9 +124,9 @@ def update(
     logp, entropy = log_policy(logits.to(mini.logp.dtype), mini.action)
     loss, parts = ppo_loss(logp, mini.logp, entropy, value.to(mini.ret.dtype), mini.adv, mini.ret, clip_range, value_coef, entropy_coef)
     if target_kl is not None: stopped = torch.maximum(stopped, (parts[4] > 1.5 * target_kl).float())
-    opt.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    norm = clip_in_step(model, opt, max_grad_norm)
     opt.found_inf = stopped if target_kl is not None else None
     opt.step()
     return stopped, torch.cat([parts, norm.detach()[None].to(parts.dtype)])
@@ -169,14 +169,15 @@ class PPOTrainer:
     def collect(self) -> tuple[Rollout, Tensor, Tensor]:
         "Play `steps` steps of all lanes; the rollout, the sum of rewards (), explained variance ()."
         world, cfg, gen = self.world, self.cfg, self.draw
-        rows = []
+        rows, after = [], []
         with torch.no_grad():
             for _ in range(self.steps):
                 obs = world.observe(world.key())
                 action, logp = act(self.model.actor(obs), torch.rand(world.lanes, world.actions, generator=gen, device=self.device))
                 t = world.step(action)
-                rows.append((obs, action, logp, t.reward, world.observe(t.next_key), t.terminated, t.truncated))
-            obs, action, logp, reward, next_obs, term, trunc = map(torch.stack, zip(*rows))      # (t, l, ...)
+                rows.append((obs, action, logp, t.reward, t.terminated, t.truncated)); after.append(t.next_key)
+            obs, action, logp, reward, term, trunc = map(torch.stack, zip(*rows))                # (t, l, ...)
+            next_obs = world.observe({k: torch.cat([key[k] for key in after]) for k in after[0]}).view_as(obs)   # one gather for all steps
             value, next_value = self.model.value(torch.stack([obs, next_obs]))                   # (2, t, l, f) -> two (t, l)
             adv, ret = gae(reward * self.unit, value, next_value, term, trunc, cfg.gamma, cfg.gae_lambda)
         return Rollout(*(x.flatten(0, 1) for x in (obs, action, logp, adv, ret))), reward.sum(), explained_variance(value, ret)
@@ -188,7 +189,7 @@ class PPOTrainer:
         for _ in range(cfg.passes):
             order = torch.randperm(n, generator=self.shuffle, device=self.device)
             for at in order.split(cfg.minibatch):
-                stopped, stats = self._update(self.model, self.opt, Rollout(*(x[at] for x in data)), stopped, clip_range=cfg.clip_range, value_coef=cfg.value_coef,
+                stopped, stats = self._update(self.model, self.opt, Rollout(*(x.index_select(0, at) for x in data)), stopped, clip_range=cfg.clip_range, value_coef=cfg.value_coef,
                     entropy_coef=cfg.entropy_coef, max_grad_norm=cfg.max_grad_norm, target_kl=cfg.target_kl, bf16=cfg.precision == "bf16")
                 out.append(stats)
             if cfg.target_kl is not None and stopped.item(): break       # the only question to the device, once per pass

@@ -58,6 +58,7 @@ def n_step(
     n: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # reward (b,), discount (b,), last row (b,)
     "Discounted reward sum of up to `n` steps inside one episode; stops at an end and at the newest row. Sutton 1988."
+    if n == 1: return reward[row, lane], gamma * ~terminated[row, lane], row
     rows = reward.shape[0]
     total, last = torch.zeros_like(row, dtype=reward.dtype), row
     power, ahead = torch.ones_like(total), (newest - row) % rows     # rows that follow in time
@@ -166,11 +167,13 @@ class Replay:
 
     def fetch(self, index: Tensor, weight: Tensor) -> Batch:
         "Items `index` (b,) as a batch; one gather for the states before and after."
-        c, row, lane = self.columns, index // self.lanes, index % self.lanes
-        reward, discount, last = n_step(c["reward"], c["terminated"], c["truncated"], row, lane, (self.cursor - 1) % self.rows, self.gamma, self.n_step)
-        both = {k: torch.cat([c[k][row, lane], c[f"next_{k}"][last, lane]]) for k in self.names}
+        c, row, lane = {k: v.flatten(0, 1) for k, v in self.columns.items()}, index // self.lanes, index % self.lanes    # views
+        flags = (self.columns[k] for k in ("reward", "terminated", "truncated"))
+        reward, discount, last = n_step(*flags, row, lane, (self.cursor - 1) % self.rows, self.gamma, self.n_step)
+        end = last * self.lanes + lane
+        both = {k: torch.cat([c[k].index_select(0, index), c[f"next_{k}"].index_select(0, end)]) for k in self.names}
         obs, next_obs = self.observe(both).chunk(2)                    # (2b, inputs) -> two views
-        return Batch(obs, c["action"][row, lane].long(), reward, next_obs, discount, weight, index)
+        return Batch(obs, c["action"].index_select(0, index).long(), reward, next_obs, discount, weight, index)
 
     def update_priorities(self, index: Tensor, error: Tensor) -> None:
         "New priorities |error| + 1e-6 of items `index`; no-op in a uniform replay."
