@@ -6,7 +6,7 @@
 __all__ = ['app', 'ParamsFile', 'Profile', 'Seed', 'Device', 'Json', 'verb', 'load_params', 'bars', 'features', 'book',
            'download', 'load_tables', 'train', 'seeds', 'gpu_monitor', 'final_checkpoint', 'greedy', 'main_figures',
            'evaluate', 'evaluate_agent', 'evaluate_forecaster', 'wanted', 'rows_as_table', 'device', 'audit', 'budget',
-           'monitor', 'pairs', 'bench', 'decide', 'peers', 'readiness', 'main']
+           'monitor', 'pairs', 'bench', 'decide', 'peers', 'readiness', 'report', 'main']
 
 # %% ../nbs/96_cli.ipynb #cf560f02
 import functools, sys
@@ -64,15 +64,16 @@ def bars(
     fill: Annotated[Optional[str], typer.Option(help="bars without a trade: none or session")] = None,
     roll: Annotated[Optional[str], typer.Option(help="several expiries of one contract: none, calendar, volume or open_interest")] = None,
     adjust: Annotated[Optional[str], typer.Option(help="of the rolled series: none, difference or ratio")] = None,
+    interval: Annotated[Optional[int], typer.Option(help="seconds of a bar; 0: as in the source; trades need it")] = None,
     profile: Profile = None, params: ParamsFile = None,
 ):
     "Files to validated, open-stamped bars: one Parquet per contract and a quality report."
     from foxhunt.data.bars import make_bars
     from foxhunt.market.contracts import contract as lookup
-    p = load_params(params, profile, **{"data.stamp": stamp, "data.contracts": contract or None, "data.fill": fill, "data.roll": roll, "data.adjust": adjust}).data
+    p = load_params(params, profile, **{"data.stamp": stamp, "data.contracts": contract or None, "data.fill": fill, "data.roll": roll, "data.adjust": adjust, "data.interval": interval}).data
     from foxhunt.data.rolls import source_roller
-    specs = [lookup(c) for c in p.contracts]
-    report = make_bars(src, outdir, contract=specs, stamp=p.stamp, fill=p.fill, roll=None if p.roll == "none" else source_roller(src, p.roll, p.adjust, calendar=specs[0].calendar))
+    roller = None if p.roll == "none" else source_roller(src, p.roll, p.adjust)
+    report = make_bars(src, outdir, contract=[lookup(c) for c in p.contracts], stamp=p.stamp, fill=p.fill, interval_ns=p.interval * 10**9 or None, roll=roller)
     for name, facts in report["contracts"].items():
         typer.echo(f"{name}: {facts['rows']:,} bars of {facts['interval_ns'] / 1e9:g} s, {facts['first']} to {facts['last']} -> {outdir}/{name}.parquet")
 
@@ -431,6 +432,29 @@ def readiness(
     typer.echo(rows_as_table(found["matrix"]))
     for f in found["failures"]: typer.echo("; ".join(str(v) for v in f.values()))
     return 1 if found["failures"] else 0
+
+# %% ../nbs/96_cli.ipynb #03ac238a
+@verb
+def report(
+    notebook: Annotated[Path, typer.Argument(help="template with a cell tagged `parameters`, e.g. nbs/reports/training.ipynb")],
+    out: Annotated[Path, typer.Argument(help="the executed notebook; the HTML lies beside it")],
+    set: Annotated[Optional[list[str]], typer.Option("-p", help="parameter, name=value; repeat it")] = None,
+):
+    "Execute a report with papermill and turn it into HTML."
+    import logging, papermill, yaml
+    from nbconvert import HTMLExporter
+    from foxhunt.core import atomic_file
+    if not notebook.exists(): raise UserError(f"{notebook}: no such notebook")
+    if wrong := [p for p in set or () if "=" not in p]: raise UserError(f"-p {wrong[0]}: expected name=value")
+    given = {k: yaml.safe_load(v) for k, v in (p.split("=", 1) for p in set or ())}
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    if unknown := given.keys() - papermill.inspect_notebook(notebook).keys(): raise UserError(f"-p {', '.join(sorted(unknown))}: {notebook} has no such parameter; it has {', '.join(papermill.inspect_notebook(notebook))}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try: papermill.execute_notebook(notebook, out, given, progress_bar=sys.stderr.isatty(), log_output=False)
+    except papermill.PapermillExecutionError as e: raise UserError(f"{notebook}: {e.ename} in cell {e.cell_index}: {str(e.evalue).strip().splitlines()[-1] if str(e.evalue).strip() else ''}; see {out}") from None
+    html = HTMLExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True).from_filename(str(out))[0]
+    with atomic_file(out.with_suffix(".html")) as tmp: tmp.write_text(html, encoding="utf-8")
+    typer.echo(f"-> {out.with_suffix('.html')}")
 
 # %% ../nbs/96_cli.ipynb #a89c6a41
 def main() -> None:

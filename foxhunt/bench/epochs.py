@@ -354,7 +354,8 @@ def merge(benches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    "A time in its natural unit."
+    "A time in its natural unit; 0 s for what rounds to nothing or less, as the low end of an interval may."
+    if seconds <= 0: return "0 s"
     for unit, size in (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if seconds >= size: return f"{seconds / size:,.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"

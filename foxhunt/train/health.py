@@ -97,12 +97,12 @@ def update_ratio(
     before: Mapping[str, Tensor],  # copies of the weights
     after: Mapping[str, Tensor],
 ) -> dict[str, float]:             # name -> norm of the change / norm of the weights
-    "How far each floating-point tensor moved; one synchronisation."
+    "How far each floating-point tensor moved; one that starts at zero has no size to compare with and is left out. One synchronisation."
     names = [n for n, t in after.items() if n in before and t.is_floating_point() and t.numel()]
     if not names: return {}
     norm = lambda t: torch.linalg.vector_norm(t.detach().float())
-    r = torch.stack([norm(after[n].detach().float() - before[n].to(after[n].device).float()) / norm(before[n]).to(after[n].device).clamp_min(1e-12) for n in names])
-    return dict(zip(names, r.tolist()))
+    sizes = torch.stack([torch.stack([norm(after[n].detach().float() - before[n].to(after[n].device).float()), norm(before[n]).to(after[n].device), norm(after[n])]) for n in names])
+    return {n: change / was for n, (change, was, now) in zip(names, sizes.tolist()) if was > 1e-6 * now}
 
 # %% ../../nbs/train/55_health.ipynb #836fadd5
 @dataclass(frozen=True)
