@@ -38,7 +38,13 @@ class Data:
     roll: Literal["none", "calendar", "volume", "open_interest"] = "none"
     adjust: Literal["none", "difference", "ratio"] = "none"   # of the continuous series
     fill: Literal["none", "session"] = "none"   # bars without a trade: leave out, or fill inside a session
+    interval: int = 0                           # seconds of a bar; 0: as in the source. Trades need it
     book: str = "data/book_synthetic.parquet"   # level-2 snapshots for TLOB
+
+    def __post_init__(self):
+        require(self, "interval", open=False, high=86_400)
+        if not self.contracts or len(set(self.contracts)) < len(self.contracts): raise ValueError(f"contracts must name at least one, and none twice, got {list(self.contracts)}")
+        if self.adjust != "none" and self.roll == "none": raise ValueError(f"adjust {self.adjust} needs a roll: calendar, volume or open_interest")
 
 
 @checked

@@ -62,3 +62,13 @@ def definition(id: int, symbol: str, kind: str = "F", expiry: dt.date | None = d
 def manifest(folder: Path) -> None:
     from foxhunt.core import sha256, write_json
     write_json(folder / "manifest.json", {"job_id": "test", "files": [{"filename": p.name, "size": p.stat().st_size, "hash": f"sha256:{sha256(p)}"} for p in sorted(folder.glob("*.dbn*"))]})
+
+
+LAYOUT = {"trades": dbn.TradeMsg, "tbbo": dbn.MBP1Msg, "mbp-1": dbn.MBP1Msg, "mbp-10": dbn.MBP10Msg}
+
+
+def tape(schema: str, ts: np.ndarray, price: np.ndarray, size: np.ndarray, id: np.ndarray | int = 1001, action: np.ndarray | bytes = b"T") -> np.ndarray:
+    "Records of a schema that holds trades: (n,) times of receipt in ns, prices in 1e-9, sizes, instrument ids, actions."
+    cls = LAYOUT[schema]; recs = np.zeros(len(ts), np.dtype(cls._dtypes))
+    for k, v in dict(length=recs.itemsize // 4, rtype=int(dbn.RType.from_schema(dbn.Schema(schema))), publisher_id=1, instrument_id=id, ts_event=ts - 987, ts_recv=ts, price=price, size=size, action=action, side=b"B").items(): recs[k] = v
+    return recs

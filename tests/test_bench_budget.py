@@ -1,10 +1,11 @@
 "The budget from outside its notebook: every batch from two recordings, the seed's arithmetic, bad input."
-import json
+import dataclasses, json
 
 import pytest
 from typer.testing import CliRunner
 
 from foxhunt.bench.budget import LIMIT, Case, batch_of, bench_seconds, budget_report, footprint, largest_of, record_all, stretch, the_card
+from foxhunt.bench.epochs import run_benchmark
 from foxhunt.core import UserError
 from foxhunt.hardware.memory import CARDS, MIB, Trace, static_footprint
 from foxhunt.params import Params
@@ -61,6 +62,15 @@ def test_sequences_that_differ_are_not_stretched():
     assert stretch(Trace([(4, 0)], {0: "batch"}), Trace([(8, 0), (4, 1)], {0: "batch", 1: "batch"}), (1, 2), 4) is None
     assert stretch(Trace([(4, 0)], {0: "batch"}), Trace([(8, 0)], {0: "other"}), (1, 2), 4) is None
     assert stretch(Trace([(4, 0), (-4, 0)], {0: "batch"}), Trace([(8, 0), (-8, 0)], {0: "batch"}), (1, 2), 5).events == [(20, 0), (-20, 0)]
+
+
+def test_times_come_from_a_real_benchmark_file(tmp_path):
+    small = dataclasses.replace(CFG, train=dataclasses.replace(CFG.train, dqn=dataclasses.replace(CFG.train.dqn, hidden=(16,), updates_per_epoch=4, epochs=7)))
+    bench = run_benchmark(["dqn"], None, small, 4, tmp_path / "bench.json", "cpu", batches=(4,), seconds=0.02)
+    summary = bench["models"]["dqn"]["epoch"]["summary"]
+    assert bench_seconds(tmp_path / "bench.json", ["dqn", "tft"], small) == {"dqn": 7 * summary["mean"]} and summary["mean"] > 0
+    bench["models"] = {"dqn": {"model": "dqn", "error": "out of memory"}}; (tmp_path / "failed.json").write_text(json.dumps(bench))
+    assert bench_seconds(tmp_path / "failed.json", ["dqn"], small) == {}
 
 
 def test_bad_input(tmp_path):

@@ -64,3 +64,19 @@ def test_refuses_what_is_no_time():
     with pytest.raises(ValueError, match="sample 1 is not finite"): summarize([1.0, math.inf, 1.0])
     with pytest.raises(ValueError, match="at least 5"): lag1(np.ones(3))
     assert not outliers([1.0, 2.0]).any()
+
+
+@pytest.mark.parametrize("n", [5, 9, 10, 20, 50, 300])
+def test_clean_series_have_no_stalls_and_real_ones_are_found(n):
+    rng = np.random.default_rng(n); clean = 1 + 0.05 * rng.standard_normal((600, n))
+    assert np.mean([outliers(x).any() for x in clean]) < (0.075 if n >= 10 else 1e-9)     # 5 %, and three deviations of 600 draws
+    for at in (0, n // 2, n - 1):
+        x = clean[0].copy(); x[at] *= 3
+        assert outliers(x)[at] == (n >= 10)
+
+
+def test_a_fast_sample_is_no_stall_and_a_drift_hides_none():
+    x = 1 + 0.01 * np.random.default_rng(5).standard_normal(40); x[7] = 0.1
+    assert not outliers(x)[7]
+    y = x + 0.05 * np.arange(40); y[20] += 1
+    assert not drift(y).steady and outliers(y)[20] and not outliers(y)[[0, 39]].any()

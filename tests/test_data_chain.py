@@ -178,3 +178,13 @@ def test_odd_markets_stay_finite(make):
     bars = make(market(5, 600)); table = make_table({"6E": bars}, Features(embargo=5), {"6E": FAST}, MINUTE)
     assert np.isfinite(table.features).all() and np.abs(table.features).max() <= 10
     x = features(bars, FAST, MINUTE)[WINDOW - 1:]; assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("start, first", [("2024-03-07 15:00", ["23:00", "22:00", "22:00"]), ("2024-10-31 15:00", ["22:00", "23:00", "23:00"])], ids=["spring", "autumn"])
+def test_long_bars_follow_the_clock_change(start, first):
+    "Bins are counted from the session's start, which moves by an hour of UTC; none reaches over a session's end, nothing is lost."
+    t = pd.date_range(start, periods=6 * 1440, freq="min", tz="UTC", unit="ns"); t = t[session_marks(t.asi8, EUR.calendar, MINUTE).inside]; n = len(t); c = 22_000 + np.arange(n) % 50
+    bars = pd.DataFrame(dict(ts_event=t, **{k: c * EUR.tick for k in PRICES}, volume=1, instrument_id=1, filled=False))
+    long = resample(bars, 240 * MINUTE, EUR.calendar, MINUTE); day, whole = (session_dates(epoch_ns(f.ts_event), EUR.calendar) for f in (long, bars))
+    assert [f"{long.ts_event[np.flatnonzero(day == d)[0]]:%H:%M}" for d in np.unique(day)[1:4]] == first
+    assert all(long.volume[day == d].sum() == (whole == d).sum() for d in np.unique(day)[:-1]) and (long.volume <= 240).all()

@@ -200,3 +200,12 @@ def test_a_batch_is_read_day_by_day_in_order(tmp_path):
     manifest(tmp_path); got, report = read_ohlcv(tmp_path)
     assert got.ts_event.is_monotonic_increasing and len(got) == 30 and [s["path"][-9:] for s in report["sources"]] == ["1.dbn.zst", "2.dbn.zst", "3.dbn.zst"]
     assert set(RECORDS) >= set(KINDS)
+
+
+def test_folders_in_a_folder_keep_their_own_manifests(tmp_path):
+    for k, root in enumerate(("6E", "ES")): (tmp_path / root).mkdir(); write(tmp_path / root / "bars.dbn.zst", bars(10, 1001 + k), "ohlcv-1m", {f"{root}H4": 1001 + k}); manifest(tmp_path / root)
+    got, report = read_ohlcv(tmp_path); assert set(got.symbol) == {"6EH4", "ESH4"} and len(report["sources"]) == 2
+    good = (tmp_path / "ES/bars.dbn.zst").read_bytes(); (tmp_path / "ES/bars.dbn.zst").write_bytes(good[:-1])
+    with pytest.raises(UserError, match="ES/bars.dbn.zst: .* bytes, manifest.json says"): read_ohlcv(tmp_path)
+    (tmp_path / "ES/bars.dbn.zst").unlink()
+    with pytest.raises(UserError, match="listed in manifest.json but not there"): read_ohlcv(tmp_path)

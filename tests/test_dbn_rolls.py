@@ -104,3 +104,10 @@ def test_a_parent_download_becomes_one_series(how, session, tmp_path):
 
 def test_what_a_roll_costs():
     assert roll_cost(5, SIX) == roll_cost(-5, SIX) == pytest.approx(10 * (SIX.commission + SIX.exchange_fee + 0.5 * 6.25)) and roll_cost(0, SIX) == 0
+
+
+def test_adjusting_by_difference_changes_no_feature():
+    "Features count from the first price of each segment, so the future that an adjustment brings into old prices does not reach them."
+    bars = market(4, days=30); raw, diff = (continuous(bars, "volume", how, calendar=FX)[0].assign(volume=5) for how in ("none", "difference"))
+    assert (raw.instrument_id == diff.instrument_id).all() and (raw.close != diff.close).any()
+    np.testing.assert_array_equal(features(raw, SIX, 5 * MINUTE), features(diff, SIX, 5 * MINUTE))

@@ -3,12 +3,16 @@ import dataclasses, math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
+from scipy import stats
 
 from foxhunt.data.windows import TEST, TRAIN, UNUSED, VAL, synthetic_table, window_ends
-from foxhunt.evaluate.metrics import cagr, calibration, class_scores, confusion, drawdown, per_session, pinball, q_risk, sharpe
+from foxhunt.evaluate.forecast import ENOUGH, block_interval, judged
+from foxhunt.evaluate.metrics import cagr, class_scores, confusion, drawdown, per_session, pinball, sharpe
 from foxhunt.evaluate.significance import deflated_sharpe, iqm, moments, probabilistic_sharpe
 from foxhunt.evaluate.splits import fold_table, look, seal, walk_forward
+from foxhunt.train.forecast import q_risk
 
 profits = st.lists(st.floats(-1e4, 1e4).map(lambda x: round(x, 2)), min_size=3, max_size=40).map(np.array)
 
@@ -59,9 +63,35 @@ def test_forecast_scores_agree_with_references():
 
 
 def test_q_risk_has_no_unit():
-    y, f = np.random.default_rng(0).normal(size=50), np.random.default_rng(1).normal(size=(50, 3))
-    assert q_risk(100 * y, 100 * f, (0.1, 0.5, 0.9)) == pytest.approx(q_risk(y, f, (0.1, 0.5, 0.9)))
-    assert calibration(y, f)["below"].shape == (3,)
+    y, f = (torch.from_numpy(np.random.default_rng(i).normal(size=n)) for i, n in enumerate((50, (50, 3))))
+    assert q_risk(100 * f, 100 * y, (0.1, 0.5, 0.9)) == pytest.approx(q_risk(f, y, (0.1, 0.5, 0.9)))
+    mine = 2 * pinball(y.numpy(), f.numpy(), (0.1, 0.5, 0.9)).sum(0) / y.abs().sum().item()
+    assert list(q_risk(f, y, (0.1, 0.5, 0.9)).values()) == pytest.approx(mine)             # torch and numpy say the same
+
+
+@pytest.mark.parametrize("n, block", [(710, 138), (2264, 276), (710, 40)])
+def test_block_intervals_cover_what_they_say(n, block):
+    "AR(1) noise of mean zero at the sizes of the pipeline: 4,000 series, standard error 0.35 %."
+    e = np.random.default_rng(n + block).normal(size=(n, 4000)); x = np.zeros_like(e)
+    for i in range(n): x[i] = 0.8 * x[i - 1] + e[i]
+    found = [block_interval(one, block) for one in x.T]
+    assert 0.92 <= np.mean([d.low <= 0 <= d.high for d in found]) <= 0.98
+
+
+@pytest.mark.parametrize("n, block", [(40, 1), (47, 7), (12, 5)])
+def test_block_interval_is_the_t_interval_of_block_means(n, block):
+    x = np.random.default_rng(0).normal(size=n); d = block_interval(x, block)
+    means = np.array([b.mean() for b in np.split(x, [i * n // (n // block) for i in range(1, n // block)])])
+    low, high = stats.t.interval(0.95, len(means) - 1, x.mean(), stats.sem(means))
+    assert (d.value, d.low, d.high) == pytest.approx((x.mean(), low, high))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, ENOUGH - 1, ENOUGH])
+def test_few_blocks_are_never_sure(blocks):
+    losses = {"m": 0.5 + 1e-3 * np.random.default_rng(0).normal(size=20 * blocks), "last": np.ones(20 * blocks)}
+    said = judged("m", losses, 20)
+    assert said["blocks"] == blocks and ("m beats" in said["verdict"]) == (blocks >= ENOUGH)
+    assert (f"only {blocks} independent block" in said["verdict"]) == (blocks < ENOUGH)
 
 
 @settings(max_examples=20, deadline=None)

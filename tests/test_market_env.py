@@ -154,12 +154,26 @@ def test_no_profit_over_a_roll_and_the_lane_restarts():
 def test_flat_at_close_earns_no_night(fill):
     close = np.repeat(100.0 + 50.0 * np.arange(4), 10); opens = close.copy()              # 50 points between sessions, none inside
     env = dataclasses.replace(ENV, flat_at_close=True, fill=fill, cost_scale=0.0, slippage_ticks=0.0)
-    t = table_of(opens, close, session=np.repeat(np.arange(4), 10)); t = dataclasses.replace(t, last_in_session=np.zeros(40, bool))   # derived from the session
+    t = table_of(opens, close, session=np.repeat(np.arange(4), 10)); t = dataclasses.replace(t, last_in_session=np.arange(40) % 10 == 9)
     m = make_market(t, TRAIN, env, state_bars=2)
     s, held = state_at(m, torch.tensor([1])), []
     for _ in range(38): s, o = step(m, env, s, torch.tensor([10])); held.append((o.bar.item(), o.position.item(), o.reward.item()))
     assert all(r == 0 for *_, r in held) and sum(p == 5 for _, p, _ in held) > 25
     assert make_market(t, TRAIN, dataclasses.replace(env, flat_at_close=False), 2).record[:, [GAP, BODY]].abs().max() == 50 * 50
+
+
+@pytest.mark.parametrize("fill", ["next_open", "close"])
+def test_a_session_that_breaks_off_is_not_known_beforehand(fill):
+    "Without its closing bar a session ends unseen: the position is out at the next open (or its close), and what comes later changes nothing before."
+    close = np.full(40, 100.0); env = dataclasses.replace(ENV, flat_at_close=True, fill=fill)
+    t = dataclasses.replace(table_of(close, close, session=np.repeat(np.arange(4), 10)), last_in_session=(np.arange(40) % 10 == 9) & (np.arange(40) != 19))
+    longer = dataclasses.replace(t, session=np.where(np.arange(40) == 20, 1, t.session))          # bar 20 still belonged to the session
+    whole, other = (make_market(x, TRAIN, env, state_bars=2) for x in (t, longer))
+    assert torch.equal(whole.record[:20], other.record[:20])
+    s, held = state_at(whole, torch.tensor([1])), {}
+    for _ in range(38): s, o = step(whole, env, s, torch.tensor([10])); held[o.bar.item()] = o.position.item()
+    out = 20 if fill == "next_open" else 21
+    assert held[18] == held[19] == 5 and held[out] == 0 and held[out + 1] == 5
 
 
 def test_main_hours_limit_the_position():

@@ -138,18 +138,6 @@ def footprint_rows(models: Sequence[str], params: Params, peak: Mapping[str, Foo
     return rows
 
 # %% ../../nbs/bench/75_budget.ipynb #70bec162
-def _mean(x: Any) -> float | None:
-    "The first plausible mean of an epoch in a result of one model."
-    if not isinstance(x, Mapping): return None
-    for key in ("mean", "mean_s", "mean_seconds", "epoch_s", "seconds_per_epoch"):
-        v = x.get(key)
-        if isinstance(v, Mapping): v = v.get("value")
-        if isinstance(v, (int, float)) and v > 0: return float(v)
-    for key in ("stats", "epoch", "epochs", "epoch_stats", "summary"):
-        if (v := _mean(x.get(key))) is not None: return v
-    return None
-
-
 def bench_seconds(
     bench: Path | str | None,   # JSON of `foxhunt bench`
     models: Sequence[str],
@@ -158,9 +146,9 @@ def bench_seconds(
     "Training times from a benchmark. A file that is not one is a `UserError`."
     if bench is None: return {}
     found = read_json(bench).get("models")
-    if isinstance(found, list): found = {r.get("model", r.get("name")): r for r in found if isinstance(r, Mapping)}
     if not isinstance(found, Mapping): raise UserError(f"{bench}: no `models` in it; make it with `foxhunt bench --out {bench}`")
-    return {m: s * spec(m).config(params).epochs for m in models if (s := _mean(found.get(m))) is not None}
+    epoch = {m: found[m]["epoch"] for m in models if "epoch" in found.get(m, {})}     # a model that failed, or only infers, has none
+    return {m: e["summary"]["mean"] * spec(m).config(params).epochs for m, e in epoch.items()}
 
 # %% ../../nbs/bench/75_budget.ipynb #98b6d17c
 BATCHES = (32, 64, 128, 256)

@@ -85,7 +85,7 @@ def model_forecast(m: Mapping[str, Any], epochs: int, vram_mib: float, cuda: boo
     t, s = hours_for(samples, epochs), summarize(samples)
     high, notes = t.high, list(health.get("warnings") or ())
     if not t.promised: notes.append("epoch times drift: no 95 % interval, the range of the samples stands in" if not s.steady_state else f"only {s.used} epochs measured: a wide interval without their correlation; measure at least 7")
-    if s.outliers: notes.append(f"{len(s.outliers)} stalled epochs of {s.n} are in the mean ({duration(s.mean)} with, {duration(s.trimmed_mean)} without them)")
+    if s.outliers: notes.append(f"{len(s.outliers)} stalled epoch{'s are' if len(s.outliers) > 1 else ' is'} in the mean of {s.n} ({duration(s.mean)} with, {duration(s.trimmed_mean)} without them)")
     peak = memory.get("device_used_mib") if memory.get("device_used_mib") is not None else memory.get("reserved_mib")
     if peak is not None and peak > vram_mib: high *= ACCUMULATION; notes.append(f"peak {peak:,.0f} MiB is above {vram_mib:,.0f} MiB: gradient accumulation, 2-4 times as long")
     if cuda: high *= THROTTLING; notes.append("a long run may throttle: up to 20 % longer")
@@ -95,6 +95,7 @@ def model_forecast(m: Mapping[str, Any], epochs: int, vram_mib: float, cuda: boo
 # %% ../../nbs/bench/73_decide.ipynb #9950167a
 @dataclass(frozen=True)
 class CloudOption:
+    "The training on one rented machine: hours and dollars, unknown where its speed-up is."
     name: str
     gpu: str
     usd_per_hour: float
@@ -134,6 +135,7 @@ def measured_speedup(
 # %% ../../nbs/bench/73_decide.ipynb #3d623e22
 @dataclass(frozen=True)
 class CardPlan:
+    "Whether the models fit the local card, one after another or side by side; memory in MiB, CUDA context included."
     vram_mib: float
     one_after_another: bool | None   # None: memory not measured
     side_by_side: bool | None
@@ -292,5 +294,5 @@ def lines(d: Decision) -> list[str]:
     out = [f"Recommendation: {d.recommendation}" + (f" ({d.choice})" if d.choice else "") + (f", without {', '.join(d.missing)}" if d.missing else ""),
            f"Measured on: {d.measured_on} ({d.basis}); time of the local GPU: {'unknown' if d.local_gpu_hours is None else duration(d.local_gpu_hours * 3600)}",
            f"Total: {duration(d.hours * 3600)} ({duration(d.low * 3600)} to {duration(d.high * 3600)} with risks); judged with {d.buffer:.0%} buffer: {duration(d.judged[0] * 3600)} to {duration(d.judged[1] * 3600)}",
-           f"Local electricity: {money(d.local_usd)}", f"Card: {d.card.plan}"]
+           f"Local electricity: {money(d.local_usd)}" + (", if the local machine took as long" if d.basis == "CPU" else ""), f"Card: {d.card.plan}"]
     return out + [f"Because {r}" for r in d.reasons] + [f"Would change it: {c}" for c in d.would_change] + [f"Warning: {w}" for w in d.warnings]

@@ -55,7 +55,9 @@ def look(
 HOST = torch.device("cpu")
 
 
-def finite(x: Any) -> bool: return all(bool(t.isfinite().all()) for _, t in named_tensors(x) if t.is_floating_point())
+def finite(x: Any) -> bool:
+    "Whether every floating-point tensor in `x` (nested) holds finite numbers only."
+    return all(bool(t.isfinite().all()) for _, t in named_tensors(x) if t.is_floating_point())
 
 
 def forward(w: Workload) -> tuple[str, bool]:
@@ -219,7 +221,7 @@ NEXT = {"audit": ("critical", "make the tensor of the first fault on its input's
         "causality": ("critical", "mask or shift what comes later; nothing trained with it is valid"), "forward": ("critical", "run the model's notebook"), "backward": ("critical", "lower the learning rate, look at the loss's inputs"),
         "cuda": ("critical", "run `make gpu-check` and read its first failure"), "checkpoint": ("high", "run tests/test_train_checkpoint.py"), "resume": ("high", "find what state_dict leaves out: tests/test_train_resume.py"),
         "bf16": ("medium", "keep this operation in float32 inside autocast"), "fp16": ("medium", "keep this operation in float32, or scale the loss"), "memory": ("medium", "a smaller batch with accumulation, a shorter window or gradient checkpointing: `foxhunt budget`"),
-        "latency": ("low", "the step form, smaller weights (`foxhunt quantize`), or `foxhunt compile`")}
+        "latency": ("low", "a smaller hidden size, or the step form")}
 SEVERITY = ("critical", "high", "medium", "low")
 
 

@@ -216,29 +216,36 @@ def roll_cost(
 def roller(
     how: str,
     adjust: str = "none",
-    **options: object,         # of `continuous`
-) -> "Callable[[dict], pd.DataFrame]":
-    "A function from {symbol: bars} to one series, for `make_bars`."
-    def roll(by_symbol: dict) -> "pd.DataFrame":
+    *,
+    calendar: str | None = None,   # None: each contract's own
+    **options: object,             # of `continuous`
+) -> "Callable[[dict, object], pd.DataFrame]":
+    "A function from {symbol: bars} and the contract to one series, for `make_bars`."
+    def roll(by_symbol: dict, contract: object = None) -> "pd.DataFrame":
         import pandas as pd
-        return continuous(pd.concat([f.assign(symbol=s) for s, f in by_symbol.items()], ignore_index=True), how, adjust, **options)[0]
+        bars = pd.concat([f.assign(symbol=s) for s, f in by_symbol.items()], ignore_index=True)
+        return continuous(bars, how, adjust, calendar=calendar or contract.calendar, **options)[0]
     return roll
 
 
-
 def source_roller(
-    src: "str | Path",         # where the bars came from; a folder of DBN files may hold definitions and statistics
+    src: "str | Path",         # where the bars came from; a folder of DBN files may hold definitions and statistics; `{contract}` in it becomes the symbol
     how: str,
     adjust: str = "none",
     *,
-    calendar: str,
+    calendar: str | None = None,
     days: int = 8,
-) -> "Callable[[dict], pd.DataFrame]":
+) -> "Callable[[dict, object], pd.DataFrame]":
     "`roller` with the expiries and the open interest found in `src`."
+    from functools import cache
     from pathlib import Path
     from foxhunt.data.dbn import is_dbn, read_definitions, read_open_interest
-    folder = Path(src); has_dbn = folder.is_dir() and any(is_dbn(p) for p in folder.iterdir())
-    if how == "open_interest" and not has_dbn: raise UserError(f"{src}: open interest comes from DBN statistics; give a folder that holds them, or roll by volume")
-    definitions = read_definitions(folder) if has_dbn else None
-    interest = read_open_interest(folder) if how == "open_interest" else None
-    return roller(how, adjust, calendar=calendar, days=days, definitions=definitions, open_interest=interest)
+    @cache
+    def facts(folder: Path) -> dict:
+        has_dbn = folder.is_dir() and any(is_dbn(p) for p in folder.rglob("*"))
+        if how == "open_interest" and not has_dbn: raise UserError(f"{folder}: open interest comes from DBN statistics; give a folder that holds them, or roll by volume")
+        return dict(definitions=read_definitions(folder) if has_dbn else None, open_interest=read_open_interest(folder) if how == "open_interest" else None)
+    def roll(by_symbol: dict, contract: object = None) -> "pd.DataFrame":
+        return roller(how, adjust, calendar=calendar, days=days, **facts(Path(str(src).replace("{contract}", getattr(contract, "symbol", "")))))(by_symbol, contract)
+    if "{contract}" not in str(src): facts(Path(src))
+    return roll

@@ -87,7 +87,7 @@ class Marks:
     "Session marks of bars in time order."
     date: np.ndarray      # (t,) datetime64[D]
     fraction: np.ndarray  # (t,) float32 in [0, 1], passed when the bar closes
-    last: np.ndarray      # (t,) bool, last bar of its session
+    last: np.ndarray      # (t,) bool, ends with its session by the calendar: known on the bar itself, whatever comes next
     inside: np.ndarray    # (t,) bool, opens within the calendar's hours
 
 
@@ -110,8 +110,7 @@ def session_marks(
     opens = np.where(inside, opens, ts - wall % (24 * HOUR))
     closes = np.where(inside, closes, opens + hours * HOUR)
     fraction = ((ts + interval_ns - opens) / (closes - opens)).clip(0, 1).astype(np.float32)
-    last = np.append(date[1:] != date[:-1], ts[-1] + interval_ns >= closes[-1])
-    return Marks(date, fraction, last, inside)
+    return Marks(date, fraction, ts + interval_ns >= closes, inside)
 
 # %% ../../nbs/data/14_sessions.ipynb #8886e464
 def bars_per_year(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['per_session', 'sessions_per_year', 'Sharpe', 'sharpe', 'cagr', 'years_between', 'Drawdown', 'drawdown', 'share_true',
-           'activity', 'hit_rate', 'by_hour', 'pinball', 'q_risk', 'calibration', 'confusion', 'class_scores']
+           'activity', 'hit_rate', 'by_hour', 'pinball', 'confusion', 'class_scores']
 
 # %% ../../nbs/evaluate/61_metrics.ipynb #34386fa4
 import math
@@ -73,6 +73,7 @@ def cagr(
 def years_between(
     first: int, last: int,  # ns since 1970
 ) -> float:
+    "Calendar years from first to last (365.25 days each)."
     return (last - first) / (365.25 * 86_400e9)
 
 # %% ../../nbs/evaluate/61_metrics.ipynb #21299757
@@ -140,23 +141,9 @@ def pinball(
     forecast: np.ndarray,   # (..., q)
     quantiles: tuple[float, ...],
 ) -> np.ndarray:            # (..., q)
-    "`max(tau * (y - f), (tau - 1) * (y - f))`."
+    "`max(tau * (y - f), (tau - 1) * (y - f))` of every outcome, in float64 numpy; `train.forecast.pinball` is the mean of the same in torch, with gradients."
     tau, e = np.asarray(quantiles), np.asarray(y, float)[..., None] - forecast
     return np.maximum(tau * e, (tau - 1) * e)
-
-
-def q_risk(y: np.ndarray, forecast: np.ndarray, quantiles: tuple[float, ...]) -> np.ndarray:  # (q,)
-    "`2 * sum(pinball) / sum(|y|)` per quantile; NaN when all outcomes are zero."
-    size = np.abs(y).sum()
-    loss = pinball(y, forecast, quantiles).reshape(-1, len(quantiles)).sum(0)
-    return 2 * loss / size if size > 0 else np.full(len(quantiles), math.nan)
-
-
-def calibration(y: np.ndarray, forecast: np.ndarray) -> dict[str, np.ndarray | float]:
-    "Share of outcomes at or below each quantile, and share of rows whose quantiles cross."
-    f = np.asarray(forecast)
-    below = (np.asarray(y)[..., None] <= f).reshape(-1, f.shape[-1]).mean(0)
-    return {"below": below, "crossing": float((np.diff(f, axis=-1) < 0).any(-1).mean())}
 
 # %% ../../nbs/evaluate/61_metrics.ipynb #aa2ea240
 def confusion(
@@ -164,6 +151,7 @@ def confusion(
     predicted: np.ndarray,  # (n,)
     classes: int,
 ) -> np.ndarray:            # (classes, classes) counts: rows truth, columns predicted
+    "How often each true class was called each class."
     return np.bincount(np.asarray(truth, np.int64) * classes + np.asarray(predicted, np.int64), minlength=classes**2).reshape(classes, classes)
 
 

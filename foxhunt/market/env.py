@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['GAP', 'BODY', 'COST', 'FILL', 'CLOSE', 'MULT', 'LIMIT', 'LAST', 'Market', 'run_bounds', 'typical_move',
-           'position_limit', 'bar_record', 'make_market', 'mix32', 'episode_start', 'EnvState', 'StepOut', 'state_at',
-           'reset', 'bar_profit', 'new_entry', 'step', 'observe', 'unrealised_profit', 'state_observation',
-           'check_observation', 'make_step']
+           'closing_bars', 'position_limit', 'bar_record', 'make_market', 'mix32', 'episode_start', 'EnvState',
+           'StepOut', 'state_at', 'reset', 'bar_profit', 'new_entry', 'step', 'observe', 'unrealised_profit',
+           'state_observation', 'check_observation', 'make_step']
 
 # %% ../../nbs/market/21_env.ipynb #604e14c8
 import math
@@ -71,11 +71,19 @@ def typical_move(table) -> float:  # currency
     return max(rms, float((table.tick * table.multiplier).min()))
 
 # %% ../../nbs/market/21_env.ipynb #a9f5e7bb
+def closing_bars(
+    last: np.ndarray,     # (t,) bool, the bar ends with its session, by the calendar
+    session: np.ndarray,  # (t,) session numbers
+) -> np.ndarray:          # (t,) bool
+    "Where a book must be flat at the close. The calendar is known beforehand, the next bar is not: where a session's closing bar did not trade, the way out is the first bar of the next session."
+    opens = np.r_[False, np.diff(session) != 0]
+    return last | (opens & ~np.r_[False, last[:-1]])
+
+
 def position_limit(
     env: Env,
-    last: np.ndarray,    # (t,) bool, last bar of a session
+    last: np.ndarray,    # (t,) bool, bars that must be left flat, see `closing_bars`
     frac: np.ndarray,    # (t,) share of the session that has passed
-    start: np.ndarray,   # (t,) first bar of each bar's run
 ) -> np.ndarray:         # (t,) contracts that may be held over this bar, either way
     "Largest position for the trade that a step to this bar makes."
     limit = np.full(len(last), float(env.max_position))
@@ -124,8 +132,8 @@ def make_market(
     mult = table.multiplier[c].astype(float)
     cost = table.cost[c] * env.cost_scale + env.slippage_ticks * table.tick[c] * mult
     session = table.session[rows]
-    last = table.last_in_session[rows] | np.r_[(np.diff(session) != 0), False]
-    limit = position_limit(env, last, table.session_frac[rows], start)
+    last = closing_bars(table.last_in_session[rows], session)
+    limit = position_limit(env, last, table.session_frac[rows])
     record = bar_record(table.open[rows].astype(float), table.close[rows].astype(float), mult, cost, limit, start, end, env.fill)
     to = lambda x, dtype: torch.as_tensor(np.ascontiguousarray(x)).to(device=device, dtype=dtype)
     f = table.features.shape[1]

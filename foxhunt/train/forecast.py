@@ -160,15 +160,16 @@ def pinball(
     target: Tensor,                 # (...)
     quantiles: tuple[float, ...],   # (q,) in (0, 1)
 ) -> Tensor:                        # (q,) mean over everything else, in float32 or finer
-    "Quantile loss per level (Koenker and Bassett 1978; TFT paper, eq. 24-25)."
+    "Quantile loss per level (Koenker and Bassett 1978; Lim et al. 2021, eq. 24-25), with gradients and on any device: what is trained. `evaluate.metrics.pinball` is its numpy form per outcome."
     d = target[..., None] - (predicted.float() if predicted.dtype in (torch.float16, torch.bfloat16) else predicted)
     tau = torch.tensor(quantiles, dtype=d.dtype, device=d.device)
     return torch.maximum(tau * d, (tau - 1) * d).flatten(0, -2).mean(0)
 
 
 def q_risk(predicted: Tensor, target: Tensor, quantiles: tuple[float, ...]) -> dict[str, float]:
-    "`2 * sum(pinball) / sum(|y|)` per quantile (TFT paper, eq. 26): comparable across series."
-    risk = 2 * pinball(predicted.double(), target.double(), quantiles) / target.double().abs().mean().clamp_min(1e-12)
+    "`2 * sum(pinball) / sum(|y|)` per quantile (Lim et al. 2021, eq. 26): comparable across series. NaN when all outcomes are zero."
+    size = target.double().abs().mean()
+    risk = 2 * pinball(predicted.double(), target.double(), quantiles) / torch.where(size > 0, size, math.nan)
     return {f"{q:g}": r for q, r in zip(quantiles, risk.tolist())}
 
 

@@ -7,7 +7,7 @@ __all__ = ['LOSS', 'TrainingError', 'blocks', 'theil_sen', 'Trend', 'trend', 'de
            'Verdict', 'column', 'verdict', 'score']
 
 # %% ../../nbs/train/55_health.ipynb #b9b9cc8a
-import math
+import dataclasses, math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -108,7 +108,7 @@ def update_ratio(
 @dataclass(frozen=True)
 class Verdict:
     "What a run's history says, in one place."
-    trend: str                 # converging, flat, diverging
+    trend: str                 # converging, flat, diverging; rising: that, with a reason that is no fault
     stable: bool               # finite, gradients healthy, Q bounded, no divergence
     converged: bool            # stable, not diverging, and the last third has settled
     warnings: tuple[str, ...]  # in words, each with its numbers
@@ -152,8 +152,8 @@ def _q_bound(q: np.ndarray, bound: np.ndarray) -> list[str]:
 
 
 def _claimed(history: Sequence[Mapping]) -> tuple[float, float] | None:
-    "Mean Q, and the realised discounted return, over the last third; None where the history does not hold both."
-    q, got = column(history, "q_mean"), column(history, "realised")
+    "Mean Q of the greedy actions, and the realised discounted return, over the last third; None where the history does not hold both."
+    q, got = column(history, "q_greedy"), column(history, "realised")
     if not len(q) or not len(got): return None
     late = lambda x: float(np.median(x[-max(1, len(x) // 3):]))
     return late(q), late(got)
@@ -171,7 +171,7 @@ def _excused(history: Sequence[Mapping], kind: str) -> str:
     "Why a rising loss is no instability for this kind of learner; empty when it is."
     q, ev = column(history, "q_max"), column(history, "explained_variance")
     if kind == "dqn" and len(q) and not _runaway(q): return "; Q has settled within its bound"
-    if kind == "dqn" and (claim := _claimed(history)) is not None and claim[0] <= claim[1]: return f"; Q stays below what was earned (mean Q {claim[0]:.4g}, realised discounted return {claim[1]:.4g})"
+    if kind == "dqn" and (claim := _claimed(history)) is not None and claim[0] <= claim[1]: return f"; Q stays below what was earned (mean greedy Q {claim[0]:.4g}, realised discounted return {claim[1]:.4g})"
     if kind == "ppo" and len(ev) and np.median(ev[-max(1, len(ev) // 3):]) > 0: return "; the values still explain the returns"
     return ""
 
@@ -195,15 +195,16 @@ def verdict(
         way = trend(loss)
         if way.direction == "diverging":
             why = "" if broken else _excused(history, kind)
-            (notes if why else broken).append(f"Loss diverging: increased from {way.first:.6f} to {way.last:.6f}{why}")
+            (notes if why else broken).append(f"Loss {'rising' if why else 'diverging'}: increased from {way.first:.6f} to {way.last:.6f}{why}")
+            if why: way = dataclasses.replace(way, direction="rising")
         if len(loss) < 4: notes.append(f"Only {len(loss)} epochs: too few to judge the loss trend")
     val = column(history, "val_loss")
-    if len(val) >= 4 and np.isfinite(val).all() and trend(val).direction == "diverging" and way.direction != "diverging":
+    if len(val) >= 4 and np.isfinite(val).all() and trend(val).direction == "diverging" and way.direction not in ("diverging", "rising"):
         notes.append(f"Overfitting: validation loss increased from {trend(val).first:.6f} to {trend(val).last:.6f} while the training loss did not")
     if update and max(update.values()) > 1: notes.append(f"Large updates: {max(update, key=update.get)} moved {max(update.values()):.2g} times its own norm in one epoch")
     fin = norms[np.isfinite(norms)]
     ok = lambda x: float(x) if math.isfinite(x) else None
-    return Verdict(way.direction, not broken, not broken and way.direction != "diverging" and way.settled and len(loss) >= 4, tuple(broken + notes), ok(way.first), ok(way.last), name,
+    return Verdict(way.direction, not broken, not broken and way.direction not in ("diverging", "rising") and way.settled and len(loss) >= 4, tuple(broken + notes), ok(way.first), ok(way.last), name,
                    ok(fin.mean()) if len(fin) else None, ok(fin.max()) if len(fin) else None)
 
 # %% ../../nbs/train/55_health.ipynb #dec02c4e
