@@ -99,7 +99,7 @@ class Check:
         from foxhunt.bench.budget import Case, batch_of, record_all
         cases = [Case(m, p, b) for m in self.models for p, b in ((p, batch_of(m, self.params)) for p in (("fp32",) if self.quick else ("fp32", "amp", "bf16")))]
         cases += [Case(m, "fp32", 2 * batch_of(m, self.params)) for m in self.models]
-        self.traces = record_all(cases, self.params, min(os.cpu_count() or 1, 2 if self.quick else 8)); self.audits = {}
+        self.traces = record_all(cases, self.params); self.audits = {}
 
         def one(m: str) -> dict:
             found = [audit(lambda: self.work(m), i) for i in (0, 1)]; planted = audit(lambda: self.planted(m), 0)

@@ -111,6 +111,20 @@ def test_killed_at_random_moments(name, tables, tmp_path):
     same_folder(tmp_path / "whole", tmp_path / "killed")
 
 
+def test_killed_after_the_last_epoch_reports_the_same(tables, tmp_path, monkeypatch):
+    "Between the last resume state and the summary: nothing is left to train, and what the last backward showed must still be told."
+    import foxhunt.train.coordinator as c
+    run("dqn", tables, tmp_path / "whole")
+    def die(*_, **__): raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(c, "summarize", die)
+        with pytest.raises(KeyboardInterrupt): run("dqn", tables, tmp_path / "killed")
+    run("dqn", tables, tmp_path / "killed")
+    same_folder(tmp_path / "whole", tmp_path / "killed")
+    a, b = (read_json(tmp_path / n / "summary.json") for n in ("whole", "killed"))
+    assert a["dead_parameters"] == b["dead_parameters"] == [] and a["update_to_weight_last_epoch"] == b["update_to_weight_last_epoch"] is not None
+
+
 def test_ctrl_c_leaves_a_whole_checkpoint(tables, tmp_path):
     def child():
         signal.signal(signal.SIGINT, signal.default_int_handler)     # a background job starts with Ctrl-C ignored

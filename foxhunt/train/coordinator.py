@@ -214,11 +214,12 @@ def checkpoint(
     folder: Path,
     history: History,
     name: str | None,  # of the weights file; None: only the resume state
+    seen: dict | None = None,  # what only the last backward knows: a run that was killed after it can still report it
 ) -> None:
     "History to disk, weights, then the resume state, whose pointer makes it count."
     history.sync()
     if name: save_weights(folder / name, trainer.weights(), {"model": trainer.name, "epoch": trainer.epoch} | jsonable(trainer.describe()))
-    save_state(folder / "resume", trainer.state_dict(), {"epoch": trainer.epoch})
+    save_state(folder / "resume", trainer.state_dict(), {"epoch": trainer.epoch, "seen": seen or {}})
 
 
 def publish(partial: Path, out: Path) -> None:
@@ -258,9 +259,9 @@ def final_lines(s: dict) -> list[str]:
             f"Convergence: {'yes' if s['converged'] else 'no'} (loss {s['trend']}, {'stable' if s['stable'] else 'NOT stable'})"]
 
 # %% ../../nbs/train/57_coordinator.ipynb #496e156c
-def _loop(trainer: Trainer, folder: Path, history: History, log: Log, epochs: int, every: int, callbacks: Sequence[Callback]) -> dict[str, float] | None:
-    "Epochs with progress, history, log and checkpoints; returns how far the weights moved in the last one."
-    before, bar = None, progress(total=epochs, initial=trainer.epoch, desc=trainer.name, unit="epoch")
+def _loop(trainer: Trainer, folder: Path, history: History, log: Log, epochs: int, every: int, callbacks: Sequence[Callback]) -> dict:
+    "Epochs with progress, history, log and checkpoints; returns what the last one showed: dead parameters, and how far the weights moved."
+    seen, before, bar = {}, None, progress(total=epochs, initial=trainer.epoch, desc=trainer.name, unit="epoch")
     with bar:
         while trainer.epoch < epochs and not getattr(trainer, "stopped", False):
             if trainer.epoch == epochs - 1: before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
@@ -273,14 +274,16 @@ def _loop(trainer: Trainer, folder: Path, history: History, log: Log, epochs: in
             bad = [k for k in ("loss", "policy_loss", "value_loss", "grad_norm") if row.get(k) is not None and not math.isfinite(row[k])]
             if bad: raise TrainingError(f"{trainer.name}: {bad[0]} is {row[bad[0]]} at epoch {trainer.epoch}; lower lr or clip, or look for bad values in the features")
             bar.set_postfix({WORDS[k]: f"{row[k]:.4g}" for k in WORDS if row.get(k) is not None}, refresh=False); bar.update()
-            if trainer.epoch % every == 0: checkpoint(trainer, folder, history, f"{trainer.name}_epoch_{trainer.epoch}.safetensors")
+            seen = {"dead": dead_parameters(trainer.model), "update": update_ratio(before, dict(trainer.model.named_parameters())) if before is not None and not getattr(trainer, "stopped", False) else None}
+            if trainer.epoch % every == 0: checkpoint(trainer, folder, history, f"{trainer.name}_epoch_{trainer.epoch}.safetensors", seen)
             for call in callbacks: call(trainer, row)
-    return update_ratio(before, dict(trainer.model.named_parameters())) if before is not None and not getattr(trainer, "stopped", False) else None
+    return seen
 
 # %% ../../nbs/train/57_coordinator.ipynb #92e0cc62
 def _run(trainer: Trainer, partial: Path, log: Log, epochs: int, every: int, callbacks: Sequence[Callback], facts: dict) -> dict:
     "From the state in `partial` (or from nothing) to a complete folder that only lacks its name."
     if trainer.device.type == "cuda": torch.cuda.reset_peak_memory_stats(trainer.device)
+    meta: dict = {}
     if has_state(partial / "resume"):
         state, meta = load_state(partial / "resume"); trainer.load_state_dict(state)
         if trainer.epoch != meta["epoch"]: raise UserError(f"{partial}: its resume state is of epoch {meta['epoch']}, the trainer says {trainer.epoch}")
@@ -289,10 +292,10 @@ def _run(trainer: Trainer, partial: Path, log: Log, epochs: int, every: int, cal
         if int("".join(c for c in p.stem.rsplit("epoch", 1)[1] if c.isdigit())) > trainer.epoch: p.unlink()
     history = History(partial / "history.csv", keep=trainer.epoch)
     try:
-        update = _loop(trainer, partial, history, log, epochs, every, callbacks)
-        checkpoint(trainer, partial, history, f"{trainer.name}_final_epoch{trainer.epoch}.safetensors")
+        seen = _loop(trainer, partial, history, log, epochs, every, callbacks) or meta.get("seen", {})
+        checkpoint(trainer, partial, history, f"{trainer.name}_final_epoch{trainer.epoch}.safetensors", seen)
     finally: history.close()
-    summary = summarize(trainer, history.rows, dead=dead_parameters(trainer.model), update=update, checkpoint=f"{trainer.name}_final_epoch{trainer.epoch}.safetensors", **facts)
+    summary = summarize(trainer, history.rows, dead=seen.get("dead"), update=seen.get("update"), checkpoint=f"{trainer.name}_final_epoch{trainer.epoch}.safetensors", **facts)
     for line in final_lines(summary): log(line)
     for w in summary["warnings"]: log.say(f"{trainer.name}: {w}", "WARN")
     write_json(partial / "summary.json", summary)

@@ -114,7 +114,7 @@ def load_generator(gen: torch.Generator, state: Tensor, *names: object) -> None:
     except RuntimeError: gen.manual_seed(stream_seed(*names))
 
 # %% ../../nbs/train/51_dqn.ipynb #677ffbe9
-STATS = ("loss", "q_mean", "q_max", "grad_norm")
+STATS = ("loss", "q_mean", "q_greedy", "q_max", "grad_norm")  # of an update: q over all actions, of the best actions, largest |q|
 
 
 def amp(device: torch.device, bf16: bool) -> contextlib.AbstractContextManager:
@@ -134,7 +134,7 @@ def update(
     tau: float | Tensor = 0.0,     # weight of the online network in the target after this step: 1 copies, 0.0 leaves it
     bf16: bool = False,            # matrix products in bfloat16; loss, gradients and optimizer stay fp32
     joint: bool = False,           # one forward over (s, s')
-) -> tuple[Tensor, Tensor]:        # errors (b,); statistics (4,) named by STATS, q_max of |Q|
+) -> tuple[Tensor, Tensor]:        # errors (b,); statistics (5,) named by STATS
     "One gradient step of the Q-network and its target; no host synchronisation."
     obs, n = batch.obs, len(batch.obs)
     with amp(obs.device, bf16):
@@ -152,7 +152,7 @@ def update(
     opt.step()
     with torch.no_grad():
         if isinstance(tau, Tensor) or tau > 0: torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)
-        return error, torch.stack([loss, q.mean(), q.abs().amax(), norm])
+        return error, torch.stack([loss, q.mean(), q.amax(-1).mean(), q.abs().amax(), norm])
 
 
 def target_weight(cfg: DQN, updates: int) -> float:
@@ -206,7 +206,7 @@ class DQNTrainer:
         return t.reward.sum()
 
     def _learn(self, slot: int) -> Tensor:
-        "One update; its statistics (4,)."
+        "One update; its statistics (5,)."
         cfg = self.cfg
         beta = cfg.beta + (1 - cfg.beta) * min(1.0, slot / (len(self.epsilon) - 1))
         for group in self.opt.param_groups: group["lr"].copy_(self.lr[min(slot, len(self.lr) - 1)])
@@ -230,9 +230,9 @@ class DQNTrainer:
         s = torch.stack(stats) if stats else torch.full((1, len(STATS)), math.nan, device=self.device)
         total = torch.stack(rewards).sum()
         host = torch.cat([s.mean(0), s.amax(0), torch.stack([self.max_reward, self.epsilon[min(slot, len(self.epsilon) - 1)], total])]).tolist()
-        loss, q_mean, _, norm = host[:4]; max_r, eps, total = host[8:]
+        k = len(STATS); means, tops = dict(zip(STATS, host)), dict(zip(STATS, host[k:])); max_r, eps, total = host[2 * k:]
         mean, horizon = total / (steps * self.world.lanes), 1 / max(1 - cfg.gamma, 1e-9)
-        return dict(loss=loss, q_mean=q_mean, q_max=host[6], q_bound=max_r * horizon, realised=mean * horizon, epsilon=eps, grad_norm=norm,
+        return means | dict(q_max=tops["q_max"], q_bound=max_r * horizon, realised=mean * horizon, epsilon=eps,
                     reward=mean, equity=total * self.world.currency)
 
     def policy(self, obs: Tensor) -> Tensor:
