@@ -163,7 +163,7 @@ def train(
     for name, s in done.items():
         typer.echo(f"{name}: {s['epochs']} epochs in {s['seconds']:.1f} s on {s['device']} ({s['device_reason']}); loss {s['trend']}, {'stable' if s['stable'] else 'NOT stable'} -> {out if model != 'all' else out / name}")
 
-
+# %% ../nbs/96_cli.ipynb #b5b57962
 @verb
 def seeds(
     model: Annotated[str, typer.Argument(help="dqn or ppo")],
@@ -198,7 +198,7 @@ def seeds(
     typer.echo(rows_as_table([{"seed": s, "net": f"{r['net']:,.0f}", "sharpe": "" if r["sharpe"] is None else f"{r['sharpe']:.2f}", "traded": f"{r['traded']:,.0f}"} for s, r in rows.items()]))
     typer.echo(found["text"])
 
-
+# %% ../nbs/96_cli.ipynb #d63aaf3e
 def gpu_monitor(out: Path, on: bool):
     "A GPU monitor beside the run's folder, or nothing."
     import contextlib
@@ -230,7 +230,7 @@ def main_figures(report: dict) -> dict[str, object]:
             "drawdown": p["drawdown"]["depth"], "traded": p["traded"], "exposure": p["exposure"], "long": report["baselines"]["long"]["net"], "momentum": report["baselines"]["momentum"]["net"],
             "oracle": report["baselines"]["oracle"]["net"], "share_of_oracle": report["regret"]["share_of_oracle"], "random_mean": random["mean"], "random_beaten": random["beaten"]}
 
-
+# %% ../nbs/96_cli.ipynb #94cb51d8
 @verb
 def evaluate(
     model: Annotated[str, typer.Argument(help="dqn, ppo, mamba2, tft or tlob")],
@@ -353,7 +353,7 @@ def monitor(
         except KeyboardInterrupt: pass
     typer.echo(m.summary().text())
 
-# %% ../nbs/96_cli.ipynb #94cb51d8
+# %% ../nbs/96_cli.ipynb #ce2e3dcc
 def pairs(text: str | None, what: str, number=float) -> dict[str, float]:
     "`dqn=1000,ppo=2000` as a dictionary."
     try: return {k.strip(): number(v) for k, v in (item.split("=") for item in text.split(","))} if text else {}
@@ -376,7 +376,7 @@ def bench(
     result = run_benchmark(wanted(models), load_table(features) if features else None, p, epochs, out, p.device, profiler)
     typer.echo(rows_as_table(summary_rows(result))); typer.echo(f"-> {out}")
 
-
+# %% ../nbs/96_cli.ipynb #de751e26
 @verb
 def decide(
     results: Annotated[list[Path], typer.Argument(help="JSON of `foxhunt bench`, one or several")],
