@@ -64,7 +64,8 @@ def memory_rows(
     **_: Any,                        # rounds and the like, for races
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # a row per model and category, MiB; notes
     "torch-kitsune's prediction, foxhunt's and the truth. A prediction that fails is None, with the error in `note`."
-    peer("kitsune.predict"); names, rows = [spec(m).name for m in models], []
+    names, rows = [spec(m).name for m in models], []
+    peer("kitsune.predict")
     for name in progress(names, "memory", unit="model"):
         w = workload(name, params); n = batch or w.batch_size; real, ours = measure_host(w, n), predict_host(w, n); note = ""
         try: theirs: dict[str, int] = kitsune(w, n); method = how(w, n)
