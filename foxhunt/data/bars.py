@@ -90,10 +90,15 @@ def parse_times(
     name, pattern, how = (date_format, None, date_format) if date_format else known[0]
     wrong = np.flatnonzero(~cells.str.fullmatch(pattern).to_numpy(bool)) if pattern else []
     if len(wrong): raise UserError(f"{at(wrong[0])}: {cells.iloc[wrong[0]]!r} is not {name} as in the first row")
-    if isinstance(how, int): return pd.to_datetime(pd.Series(cells.astype("int64").to_numpy() * how), unit="ns", utc=True).dt.as_unit("ns")
+    beyond = lambda rows: UserError(f"{at(rows[0])}: {cells.iloc[rows[0]]!r} lies outside 1677-2262, which nanoseconds cannot hold")
+    if isinstance(how, int):
+        count = cells.astype("uint64").to_numpy()                     # 19 digits: more than int64 has
+        if len(wrong := np.flatnonzero(count > np.iinfo("int64").max // how)): raise beyond(wrong)
+        return pd.to_datetime(pd.Series(count.astype("int64") * how), unit="ns", utc=True).dt.as_unit("ns")
     times = pd.to_datetime(cells.str.replace(r" ?UTC$", "Z", regex=True), format=how, utc=True, errors="coerce")
     wrong = np.flatnonzero(times.isna().to_numpy())
     if len(wrong): raise UserError(f"{at(wrong[0])}: {cells.iloc[wrong[0]]!r} is not a date in the format {name}")
+    if len(wrong := np.flatnonzero((times.dt.year < 1678) | (times.dt.year > 2261))): raise beyond(wrong)
     return as_ns(times)
 
 # %% ../../nbs/data/12_bars.ipynb #9ef4db18
