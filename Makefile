@@ -58,6 +58,7 @@ test-slow: $(DEV)  ## the long proofs
 	dvc pull -q data.dvc
 	$(ONE) nbdev_test --n_workers 2 --flags slow --do_print
 	$(ONE) pytest -q -n 2 -m slow tests
+	$(ONE) pytest -q -n 2 --hypothesis-profile=explore $$(grep -l hypothesis tests/test_*.py) -m "not slow and not gpu and not peers"
 
 test-peers: $(PEERS)  ## recompute the golden tensors with the peer libraries
 	$(ONE) nbdev_test --n_workers 2 --flags peers --path nbs/peers --do_print

@@ -49,7 +49,7 @@ def test_ppo_forward_pass_shape():
 @pytest.mark.parametrize("n", (1, 2, 32))
 def test_every_parameter_gets_a_gradient(n):
     model = net()
-    with torch.no_grad(): model.actor[-1].bias.add_(torch.tensor([0.0, 0.5, 1.0]))
+    with torch.no_grad(): model.policy_rest[-1].bias.add_(torch.tensor([0.0, 0.5, 1.0]))
     _, parts = update(model, adam(model, 1e-3), mini(n), torch.zeros(()))
     assert torch.isfinite(parts).all() and len(parts) == len(LOSSES) + 1
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
@@ -123,9 +123,9 @@ def test_compiled_equals_eager():
 def test_kl_stop_leaves_everything_as_it_is():
     model = net(); opt = adam(model, 1e-2)
     update(model, opt, mini(), torch.zeros(()), target_kl=10.0)
-    before, steps = flat(model), opt.state[model.actor[0].weight]["step"].clone()
+    before, steps = flat(model), opt.state[model.first.weight]["step"].clone()
     flag, _ = update(model, opt, mini(), torch.ones(()), target_kl=10.0)
-    assert torch.equal(before, flat(model)) and flag == 1 and opt.state[model.actor[0].weight]["step"] == steps
+    assert torch.equal(before, flat(model)) and flag == 1 and opt.state[model.first.weight]["step"] == steps
     update(model, opt, mini(), torch.zeros(()), target_kl=10.0)                   # the next rollout starts afresh
     assert not torch.equal(before, flat(model))
 

@@ -29,7 +29,7 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(state=states)
 def test_any_state_comes_back(state, tmp_path):
     ck.save_state(tmp_path / "r", state, {"epoch": 1})

@@ -69,19 +69,33 @@ def orthogonal(net: nn.Module, last_gain: float) -> nn.Module:
 
 
 class ActorCritic(nn.Module):
-    "Separate policy and value networks: (b, inputs) to logits (b, actions) and value (b,)."
-    def __init__(self, inputs: int, hidden: Sequence[int], actions: int):
+    "Policy and value networks that share nothing: (b, inputs) to logits (b, actions) and value (b,). Their first layers lie in one matrix and are one product."
+    def __init__(
+        self,
+        inputs: int,
+        hidden: Sequence[int],  # of each network; at least one
+        actions: int,
+    ):
         super().__init__()
-        self.inputs, self.actions = inputs, actions
-        self.actor = orthogonal(MLP(inputs, hidden, actions, nn.Tanh), 0.01)
-        self.critic = orthogonal(MLP(inputs, hidden, 1, nn.Tanh), 1.0)
+        self.inputs, self.actions, self.width = inputs, actions, hidden[0]
+        policy, value = orthogonal(MLP(inputs, hidden, actions, nn.Tanh), 0.01), orthogonal(MLP(inputs, hidden, 1, nn.Tanh), 1.0)
+        self.first = nn.Linear(inputs, 2 * self.width)                 # rows of the policy, then rows of the value
+        self.first.weight, self.first.bias = (nn.Parameter(torch.cat([getattr(net[0], k).detach() for net in (policy, value)])) for k in ("weight", "bias"))
+        self.policy_rest, self.value_rest = (nn.Sequential(*list(net)[1:]) for net in (policy, value))
+
+    def _part(self, obs: Tensor, rows: slice) -> Tensor: return nn.functional.linear(obs, self.first.weight[rows], self.first.bias[rows])
+
+    def actor(self, obs: Tensor) -> Tensor:
+        "The policy alone: (b, inputs) to logits (b, actions)."
+        return self.policy_rest(self._part(obs, slice(None, self.width)))
 
     def value(self, obs: Tensor) -> Tensor:
-        "(b, inputs) to (b,), in reward units."
-        return self.critic(obs).squeeze(-1)
+        "The value alone: (b, inputs) to (b,), in reward units."
+        return self.value_rest(self._part(obs, slice(self.width, None))).squeeze(-1)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        return self.actor(obs), self.value(obs)
+        policy, value = self.first(obs).chunk(2, -1)
+        return self.policy_rest(policy), self.value_rest(value).squeeze(-1)
 
 # %% ../../nbs/models/30_mlp.ipynb #4ba17806
 def param_groups(
