@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['EPS', 'ssd_step', 'ssd_recurrent', 'triangle', 'decay_matrix', 'in_chunks', 'full_precision', 'ssd_chunked',
            'causal_conv', 'causal_conv_step', 'gated_norm', 'Sizes', 'State', 'Weights', 'mixer', 'mixer_step',
-           'conv_forward', 'conv_backward', 'silu_gate', 'silu_slope', 'Parts', 'heads_first', 'ssd_parts',
-           'ssd_forward', 'ssd_backward', 'rms', 'rms_backward', 'rows_product', 'FastBlock', 'mask_row', 'Mamba2Block',
-           'Mamba2', 'reference_weights', 'monotone', 'Mamba2Forecaster']
+           'conv_forward', 'conv_backward', 'Chunks', 'whole_decay', 'ssd_chunks', 'add_product', 'ssd_forward',
+           'ssd_backward', 'rms', 'inverse_rms', 'rms_backward', 'as_bars', 'gate', 'squares', 'gate_backward',
+           'pieces', 'by_chunk', 'rows_product', 'chunk_length', 'FastBlock', 'mask_row', 'Mamba2Block', 'Mamba2',
+           'reference_weights', 'monotone', 'Mamba2Forecaster']
 
 # %% ../../nbs/models/31_mamba2.ipynb #2b05bd6e
 import functools, itertools, math
@@ -212,9 +213,9 @@ def mixer_step(
     return gated_norm(y.flatten(1), z, w.norm), State(conv, ssm)
 
 # %% ../../nbs/models/31_mamba2.ipynb #f38b5208
-def conv_forward(x: Tensor, taps: Tensor, bias: Tensor) -> Tensor:
-    "`causal_conv` from zeros; `taps` is (w, ch), contiguous."
-    y = torch.addcmul(bias, x, taps[-1])
+def conv_forward(x: Tensor, taps: Tensor, bias: Tensor, y: Tensor) -> Tensor:
+    "`causal_conv` from zeros, written into `y`; `taps` is (w, ch), contiguous."
+    torch.addcmul(bias, x, taps[-1], out=y)
     for i in range(1, min(len(taps), x.shape[1])): y[:, i:].addcmul_(x[:, :-i], taps[-1 - i])
     return y
 
@@ -230,117 +231,153 @@ def conv_backward(
         dtaps[-1 - i] = (dy[:, i:] * x[:, :-i]).sum((0, 1))
     return dtaps, dy.sum((0, 1))
 
-
-def silu_gate(x: Tensor) -> tuple[Tensor, Tensor]:
-    "`silu(x)` and its sigmoid."
-    s = x.sigmoid()
-    return x * s, s
-
-
-def silu_slope(y: Tensor, s: Tensor) -> Tensor:
-    "Derivative of `y = silu(x)` from `y` and `s = sigmoid(x)`: s + y (1 - s); overwrites `s`."
-    return s.addcmul_(y, 1 - s)
-
 # %% ../../nbs/models/31_mamba2.ipynb #573e71cc
-class Parts(NamedTuple):
-    "What forward and backward of the recurrence share; made anew in each."
-    X: Tensor      # (b, c, g, q, r, p)
-    dt: Tensor     # (b, c, g, q, r)
-    B: Tensor      # (b, c, g, q, n)
-    C: Tensor      # (b, c, g, q, n)
-    c: Tensor      # (b, c, g, r, q) cumulative log-decay
-    Xd: Tensor     # (b, c, g, r, q, p) dt * X, heads first
-    G: Tensor      # (b, c, g, q, q) C B^T, lower triangle: heads share it
-    L: Tensor      # (b, c, g, r, q, q) decay, <= 1; above the diagonal G is 0
-    left: Tensor   # (b, c - 1, g, q, r) of each bar at its chunk's end
-    S: Tensor      # (b, c, g, n, r, p) the state that each chunk starts from
+class Chunks(NamedTuple):
+    "What forward and backward of the recurrence share; made anew in each. Chunks come first, then the batch."
+    X: Tensor      # (c, b, g, r, q, p)
+    dt: Tensor     # (c, b, g, r, q)
+    B: Tensor      # (c, b, g, q, n)
+    C: Tensor      # (c, b, g, q, n)
+    tri: Tensor    # (q, q) `triangle`
+    c: Tensor      # (c, b, g, r, q) cumulative log-decay
+    L: Tensor      # (c, b, g, r, q, q) decay times the writer's dt
+    M: Tensor      # (c, b, g, r, q, q) what bar j of a chunk adds to its bar i, the skip D included
+    left: Tensor   # (c - 1, b, g, r, q) dt times the decay up to the chunk's end
+    write: Tensor  # (c - 1, b, g, r, q, n) what a bar writes into the state at its chunk's end
+    read: Tensor   # (c - 1, b, g, r, q, n) what a bar reads from the state before its chunk
+    S: Tensor      # (c - 1, b, g, r, n, p) the states between chunks
 
 
-def heads_first(x: Tensor, by: Tensor | None = None) -> Tensor:
-    "(b, c, g, q, r, p) to a contiguous (b, c, g, r, q, p), times `by (b, c, g, q, r)`."
-    x = x.transpose(3, 4)
-    if by is None: return x.contiguous()
-    return torch.mul(x, by.transpose(3, 4)[..., None], out=torch.empty_like(x, memory_format=torch.contiguous_format))
+def whole_decay(c: Tensor) -> Tensor: return c[..., -1].exp()[..., None, None]       # of a chunk, (b, g, r, 1, 1)
 
 
-def ssd_parts(X: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Parts:
-    n, k, (r, p) = B.shape[-1], X.shape[1] - 1, X.shape[-2:]
-    c = (dt * A[:, None]).transpose(3, 4) @ triangle(dt.shape[3], dt)
-    G = (C @ B.transpose(3, 4)).tril_()
-    L = (c[..., :, None] - c[..., None, :]).clamp_(max=0).exp_()
-    left = (c[:, :k, ..., -1:] - c[:, :k]).clamp_(max=0).exp_().transpose(3, 4)
-    S = X.new_zeros(X.shape[0], k + 1, X.shape[2], n, r, p)
-    if k:
-        new = (B[:, :k].transpose(3, 4) @ (X[:, :k] * (left * dt[:, :k])[..., None]).flatten(4)).unflatten(4, (r, p))
-        keep = c[..., -1].exp()[:, :, :, None, :, None]                              # (b, c, g, 1, r, 1)
-        for i in range(k): torch.addcmul(new[:, i], S[:, i], keep[:, i], out=S[:, i + 1])
-    return Parts(X, dt, B, C, c, heads_first(X, dt), G, L, left, S)
+def ssd_chunks(X: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Chunks:
+    k, tri = len(X) - 1, triangle(dt.shape[-1], dt)
+    c = (dt * A[..., None]) @ tri
+    L = (c[..., :, None] - c[..., None, :]).clamp_(max=0).exp_().mul_(dt[..., None, :])
+    M = L * (C @ B.mT).tril_()[:, :, :, None]                                        # C B^T is shared by the heads of a group
+    M.diagonal(dim1=-2, dim2=-1).add_(D[..., None])
+    left = (c[:k, ..., -1:] - c[:k]).clamp_(max=0).exp_().mul_(dt[:k])
+    write, read = B[:k, :, :, None] * left[..., None], C[1:, :, :, None] * c[1:].exp()[..., None]
+    S = write.mT @ X[:k]
+    for i in range(1, k): S[i].addcmul_(S[i - 1], whole_decay(c[i]))
+    return Chunks(X, dt, B, C, tri, c, L, M, left, write, read, S)
 
 
-def ssd_forward(m: Parts, D: Tensor) -> Tensor:  # y (b, c, g, q, r, p)
-    "What each chunk tells itself, the skip, and what its first state tells it."
-    y = torch.empty_like(m.X, memory_format=torch.contiguous_format)
-    torch.addcmul(((m.L * m.G[:, :, :, None]) @ m.Xd).transpose(3, 4), m.X, D[:, None, :, None], out=y)
-    if m.X.shape[1] > 1:                                                             # the first chunk starts from nothing
-        before = (m.C[:, 1:] @ m.S[:, 1:].flatten(4)).unflatten(4, m.X.shape[-2:])
-        y[:, 1:].addcmul_(before, m.c[:, 1:].exp().transpose(3, 4)[..., None])
+def add_product(y: Tensor, a: Tensor, b: Tensor) -> None:
+    "`y += a @ b`, in place, of contiguous (..., i, k), (..., k, j)."
+    y.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+
+
+def ssd_forward(m: Chunks) -> Tensor:  # y (c, b, g, r, q, p)
+    "What each chunk tells itself, and what the state before it tells it."
+    y = m.M @ m.X
+    if len(m.S): add_product(y[1:], m.read, m.S)
     return y
 
 # %% ../../nbs/models/31_mamba2.ipynb #665a2c1f
 def ssd_backward(
-    m: Parts, A: Tensor, D: Tensor,
-    y: Tensor,   # (b, c, g, q, r, p) output
-    dy: Tensor,  # its gradient
-) -> tuple[Tensor, ...]:  # gradients of X, dt, A, B, C, D
-    rp = m.X.shape[-2:]
-    dyh, M = heads_first(dy), m.L * m.G[:, :, :, None]
-    dXd = (M.transpose(-1, -2) @ dyh).transpose(3, 4)                                # gradient of dt * X, (b, c, g, q, r, p)
-    dG = torch.matmul(dyh, m.Xd.transpose(-1, -2), out=M).mul_(m.L).sum(3).tril_()   # M's memory is free by now
-    del dyh, M
-    dC, dB = dG @ m.B, dG.transpose(-1, -2) @ m.C
-    skip = (dy * m.X).sum(-1)                                                        # (b, c, g, q, r)
-    dc = (dy * y).sum(-1) - D[:, None] * skip                                        # row sums of dM * M, states included
-    if m.X.shape[1] > 1:
-        out = (dy[:, 1:] * m.c[:, 1:].exp().transpose(3, 4)[..., None]).flatten(4)   # what is read from the states
-        dC[:, 1:] += out @ m.S[:, 1:].flatten(4).transpose(3, 4)
-        dS = (m.C[:, 1:].transpose(3, 4) @ out).unflatten(4, rp)                     # (b, c - 1, g, n, r, p) of chunks 1, 2, ...
-        keep = m.c[..., -1].exp()[:, :, :, None, :, None]
-        for i in range(dS.shape[1] - 1, 0, -1): dS[:, i - 1].addcmul_(dS[:, i], keep[:, i])
-        dXd[:, :-1].addcmul_((m.B[:, :-1] @ dS.flatten(4)).unflatten(4, rp), m.left[..., None])
-        wrote = (m.X[:, :-1] * (m.left * m.dt[:, :-1])[..., None]).flatten(4)
-        dB[:, :-1] += wrote @ dS.flatten(4).transpose(3, 4)
-        dc[:, :-1, :, -1] += (dS * m.S[:, 1:]).sum((3, 5))                           # a chunk's last decay acts on its whole state
-    ddt = (m.X * dXd).sum(-1)
-    dc -= m.dt * ddt                                                                 # column sums of dM * M
-    da = triangle(dc.shape[3], dc) @ dc                                              # reversed cumulative sum, (b, c, g, q, r)
-    dA = (da * m.dt).sum((0, 1, 3))
-    ddt.addcmul_(da, A[:, None])
-    dX = torch.addcmul(dXd * m.dt[..., None], dy, D[:, None, :, None])
-    return dX, ddt, dA, dB, dC, skip.sum((0, 1, 3))
+    m: Chunks, A: Tensor, D: Tensor,
+    dy: Tensor,   # (c, b, g, r, q, p) gradient of the output, overwritten
+    dyy: Tensor,  # (c, b, g, r, q) dy . y of each bar and head
+) -> tuple[Tensor, ...]:  # gradients of X, of dt before its softplus, of B and C (2, c, b, g, q, n), A, D
+    k, dX, dBC = len(m.S), m.M.mT @ dy, m.B.new_empty(2, *m.B.shape); dB, dC = dBC
+    dM = torch.matmul(dy, m.X.mT, out=m.M)                                           # what is not needed any more is written over
+    skip = dM.diagonal(dim1=-2, dim2=-1).clone()                                     # dy . X
+    dG = dM.mul_(m.L).sum(3).tril_()
+    torch.matmul(dG.mT, m.C, out=dB); torch.matmul(dG, m.B, out=dC)
+    if k:
+        dS = m.read.mT @ dy[1:]
+        dC[1:] += torch.matmul(dy[1:], m.S.mT, out=m.read).mul_(m.c[1:].exp()[..., None]).sum(3)
+        for i in range(k - 1, 0, -1): dS[i - 1].addcmul_(dS[i], whole_decay(m.c[i]))
+        add_product(dX[:k], m.write, dS)
+        dB[:k] += torch.matmul(m.X[:k], dS.mT, out=m.write).mul_(m.left[..., None]).sum(3)
+    dxx = torch.mul(m.X, dX, out=dy).sum(-1)
+    dc = dyy - dxx                                                                   # a bar's decay counts in what it reads, and against what it writes
+    if k: dc[:k, ..., -1] += dS.mul_(m.S).sum((-2, -1))                              # a chunk's last decay acts on its whole state
+    da = dc @ m.tri.mT                                                               # reversed cumulative sum
+    slope = torch.expm1(-m.dt).neg_()                                                # of softplus, 1 - exp(-dt)
+    ddt = (dxx - D[..., None] * skip) * slope / m.dt.clamp(min=torch.finfo(slope.dtype).tiny) + da * A[..., None] * slope
+    return dX, ddt, dBC, (da * m.dt).sum((0, 1, 4)), skip.sum((0, 1, 4))
 
 # %% ../../nbs/models/31_mamba2.ipynb #86ed43fd
 def rms(x: Tensor) -> tuple[Tensor, Tensor]:
     "`x` over its root mean square, and one over that."
-    rstd = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(EPS).rsqrt_()
+    rstd = inverse_rms(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_(), x.shape[-1])
     return x * rstd, rstd
 
 
-def rms_backward(
-    dy: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor,  # of y = xhat * weight
-) -> tuple[Tensor, Tensor]:                                  # gradients of x and weight
-    t = dy * xhat
-    dweight, mean = t.sum((0, 1)), (t @ weight).div_(weight.numel())[..., None]
-    return torch.mul(dy, weight, out=t).addcmul_(xhat, mean, value=-1).mul_(rstd), dweight
+def inverse_rms(squares: Tensor, n: int) -> Tensor:
+    "From the sum of `n` squares."
+    return squares.div(n).add_(EPS).rsqrt_()
+
+
+def rms_backward(dy: Tensor, xhat: Tensor, rstd: Tensor) -> Tensor:
+    "Gradient of x from that of xhat, in its memory."
+    mean = (dy * xhat).mean(-1, keepdim=True)
+    return dy.addcmul_(xhat, mean, value=-1).mul_(rstd)
+
+
+def as_bars(y: Tensor) -> Tensor:
+    "(c, b, g, r, q, p) seen as (b, c, q, g, r, p)."
+    return y.permute(1, 0, 4, 2, 3, 5)
+
+
+def gate(y: Tensor, sz: Tensor, out: Tensor) -> Tensor:
+    "`y * sz`, y (c, b, g, r, q, p) and silu(z) (b, t, d), written into `out (b, t, d)`"
+    v = as_bars(y)
+    torch.mul(v, sz.view(v.shape), out=out.view(v.shape))
+    return out
+
+
+def squares(g: Tensor, h: int) -> Tensor:
+    "(b, t, d) to sums of squares by head (b, t, h)."
+    return torch.linalg.vector_norm(g.unflatten(-1, (h, -1)), dim=-1).square_()
+
+
+def gate_backward(
+    dg: Tensor,   # (b, t, d) gradient of the normed g over the root mean square
+    y: Tensor,    # (c, b, g, r, q, p)
+    z: Tensor,    # (b, t, d)
+    ss: Tensor,   # (b, t, h) `squares` of g
+    rstd: Tensor, # (b, t, 1)
+    dz: Tensor,   # (b, t, d) where the gradient of z is written
+) -> tuple[Tensor, Tensor, Tensor]:  # normed g (b, t, d), dy (c, b, g, r, q, p), dy . y (b, t, h)
+    sig = z.sigmoid(); sz = z * sig
+    g, v, dy = gate(y, sz, torch.empty_like(sz)), as_bars(y), torch.empty_like(y)
+    dyy = torch.mul(dg, g, out=dy.view(g.shape)).unflatten(-1, (ss.shape[-1], -1)).sum(-1)   # dy's memory is free as yet
+    mean = dyy.sum(-1, keepdim=True).mul_(rstd.square() / -g.shape[-1])
+    dg.addcmul_(g, mean); dyy.addcmul_(ss, mean)
+    torch.mul(dg.view(v.shape), sz.view(v.shape), out=as_bars(dy))
+    slope = torch.lerp(g.view(v.shape), v, sig.view(v.shape), out=sz.view(v.shape))  # y silu'(z) = sig y + (1 - sig) g
+    torch.mul(dg, slope.view(dg.shape), out=dz)
+    return g.mul_(rstd), dy, dyy
 
 # %% ../../nbs/models/31_mamba2.ipynb #da9e8677
+def pieces(a: Tensor, s: Sizes, q: int) -> tuple[Tensor, Tensor]:
+    "Of (b, t, ch): X (c, b, g, r, q, p), B and C (2, c, b, g, q, n), as views."
+    b, t, _ = a.shape; x, bc = a.split([s.d, 2 * s.g * s.n], -1)
+    return x.view(b, t // q, q, s.g, s.h // s.g, -1).permute(1, 0, 3, 4, 2, 5), bc.view(b, t // q, q, 2, s.g, s.n).permute(3, 1, 0, 4, 2, 5)
+
+
+def by_chunk(x: Tensor, s: Sizes, q: int) -> Tensor:
+    "(b, t, h) seen as (c, b, g, r, q)."
+    return x.view(x.shape[0], -1, q, s.g, s.h // s.g).permute(1, 0, 3, 4, 2)
+
+
 def rows_product(a: Tensor, b: Tensor) -> Tensor:
     "(b, t, i), (b, t, j) to (i, j): a weight's gradient."
     return a.flatten(0, 1).t() @ b.flatten(0, 1)
 
 
+def chunk_length(t: int, chunk: int) -> int:
+    "Bars of each of the fewest chunks of at most `chunk` that hold `t`, all of one length."
+    return -(-t // -(-t // chunk))
+
+
 class FastBlock(torch.autograd.Function):
     "A residual block from a zero state, without its final state: the same function as `Mamba2Block.scan`."
-    BARS = 512   # of a slice on a CPU; elsewhere the whole batch at once
+    BARS = 1024   # of a slice on a CPU; elsewhere the whole batch at once
 
     @staticmethod
     def slices(u: Tensor):
@@ -349,77 +386,68 @@ class FastBlock(torch.autograd.Function):
         return (slice(i, i + size) for i in range(0, u.shape[0], size))
 
     @staticmethod
-    def cut(row: Tensor, w: Weights, s: Sizes):
-        "What comes before the recurrence: z, raw u, convolved u with its sigmoid, raw dt, and the recurrence's parts."
-        z, raw, dt = row.split([s.d, s.conv, s.h], -1)
-        u, sig = silu_gate(conv_forward(raw, w.taps, w.bias))
-        dt = dt + w.dt_bias
-        q, g, r = min(s.chunk, row.shape[1]), s.g, s.h // s.g
-        x, B, C = in_chunks(u, q).split([s.d, g * s.n, g * s.n], -1)                 # (b, c, q, ...)
-        X, B, C = x.unflatten(3, (g, r, -1)).transpose(2, 3), B.unflatten(3, (g, -1)).transpose(2, 3), C.unflatten(3, (g, -1)).transpose(2, 3)
-        d = in_chunks(F.softplus(dt), q).unflatten(3, (g, r)).transpose(2, 3)        # padded after softplus: dt = 0
-        return z, raw, u, sig, dt, ssd_parts(X, d, w.A.view(g, r), B, C)
-
-    @staticmethod
-    def bars(x: Tensor, t: int) -> Tensor:
-        "(b, c, g, q, ...) to (b, t, ...) with the rest flat"
-        return x.transpose(2, 3).reshape(x.shape[0], x.shape[1] * x.shape[3], -1)[:, :t]
+    def cut(row: Tensor, w: Weights, s: Sizes, a: Tensor) -> Chunks:
+        "The recurrence of a projected row; the convolved one is written into `a`."
+        _, raw, dt = row.split([s.d, s.conv, s.h], -1); q = chunk_length(row.shape[1], s.chunk)
+        conv_forward(raw, w.taps, w.bias, a)
+        X, BC = (torch.ops.aten.silu.out(v, out=torch.empty_like(v, memory_format=torch.contiguous_format)) for v in pieces(a, s, q))
+        A, D = w.A.view(s.g, -1), w.D.view(s.g, -1)
+        return ssd_chunks(X, by_chunk(F.softplus(dt + w.dt_bias), s, q).contiguous(), A, *BC, D)
 
     @staticmethod
     @full_precision
     def forward(ctx, u: Tensor, valid: Tensor | None, s: Sizes, dtype: torch.dtype, norm: Tensor, w_in: Tensor, w_out: Tensor, *weights: Tensor) -> Tensor:
-        w, t = Weights(*weights), u.shape[1]
-        row, ys, out = u.new_empty(*u.shape[:2], s.row, dtype=dtype), u.new_empty(*u.shape[:2], s.d), torch.empty_like(u)
+        w, (xhat, rstd), ys = Weights(*weights), rms(u), []
+        row, ss, out = u.new_empty(*u.shape[:2], s.row, dtype=dtype), u.new_empty(*u.shape[:2], s.h), torch.empty_like(u)
+        win, wout = (w_in * norm).to(dtype).t(), (w_out * w.norm).to(dtype).t()
         for i in FastBlock.slices(u):
-            torch.matmul((rms(u[i])[0] * norm).to(dtype), w_in.to(dtype).t(), out=row[i])
+            torch.matmul(xhat[i].to(dtype), win, out=row[i])
             if valid is not None: mask_row(row[i], valid[i], s)
-            z, *_, m = FastBlock.cut(row[i].to(u.dtype), w, s)
-            ys[i] = FastBlock.bars(ssd_forward(m, w.D.view(s.g, -1)), t)
-            o = rms(silu_gate(z)[0].mul_(ys[i]))[0].mul_(w.norm)
-            torch.add(u[i], o.to(dtype) @ w_out.to(dtype).t(), out=out[i])
-        ctx.save_for_backward(u, valid, row, ys, norm, w_in, w_out, *weights); ctx.s = s
+            r = row[i].to(u.dtype)
+            ys.append(ssd_forward(FastBlock.cut(r, w, s, u.new_empty(*r.shape[:2], s.conv))))
+            g = F.silu(r[..., :s.d]); gate(ys[-1], g, g)
+            ss[i] = squares(g, s.h)
+            torch.add(u[i], g.mul_(inverse_rms(ss[i].sum(-1, keepdim=True), s.d)).to(dtype) @ wout, out=out[i])
+        ctx.save_for_backward(xhat, rstd, valid, row, ss, norm, w_in, w_out, *weights, *ys); ctx.s = s
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @full_precision
     def backward(ctx, dout: Tensor):
-        u, valid, row, ys, norm, w_in, w_out, *weights = ctx.saved_tensors
-        du, total = torch.empty_like(u) if ctx.needs_input_grad[0] else None, None
-        for i in FastBlock.slices(u):
-            grads = FastBlock.slice_backward(dout[i], u[i], valid if valid is None else valid[i], row[i], ys[i], norm, w_in, w_out, Weights(*weights), ctx.s, du if du is None else du[i])
+        xhat, rstd, valid, row, ss, norm, w_in, w_out, *rest = ctx.saved_tensors
+        w, ys, total = Weights(*rest[:len(Weights._fields)]), rest[len(Weights._fields):], None
+        du = torch.empty_like(xhat) if ctx.needs_input_grad[0] else None
+        win, wout = (w_in * norm).to(row.dtype), (w_out * w.norm).to(row.dtype)
+        for i, y in zip(FastBlock.slices(xhat), ys):
+            drow, *grads = FastBlock.slice_backward(dout[i], xhat[i], valid if valid is None else valid[i], row[i], y, ss[i], wout, w, ctx.s)
+            if du is not None: torch.add(rms_backward((drow @ win).to(du.dtype), xhat[i], rstd[i]), dout[i], out=du[i])
+            del drow
             total = grads if total is None else [a.add_(p) for a, p in zip(total, grads)]
-        return du, None, None, None, *total
+        pin, pout, *others = total                                                   # gradients of the products win, wout
+        return du, None, None, None, (pin * w_in).sum(0), pin.mul_(norm), pout * w.norm, *others, (pout * w_out).sum(0)
 
     @staticmethod
-    def slice_backward(dout, u, valid, row, y, norm, w_in, w_out, w: Weights, s: Sizes, du: Tensor | None) -> tuple[Tensor, ...]:
-        "Gradients of the parameters from one slice; `du` is written in place, if the input wants one. What was needed is freed on return."
-        z, raw, v, sig, dt, m = FastBlock.cut(row.to(u.dtype), w, s)
-        A, D, t, dtype = w.A.view(s.g, -1), w.D.view(s.g, -1), u.shape[1], row.dtype
-        drow = u.new_empty(row.shape); dz, draw, ddt = drow.split([s.d, s.conv, s.h], -1)
+    def slice_backward(dout, xhat, valid, row, y, ss, wout, w: Weights, s: Sizes) -> tuple[Tensor, ...]:
+        "Gradients of the projected row and of the parameters from one slice. What was needed is freed on return."
+        dtype, row, q = row.dtype, row.to(xhat.dtype), y.shape[-2]
+        drow = torch.empty_like(row); (z, raw, _), (dz, draw, ddt) = (x.split([s.d, s.conv, s.h], -1) for x in (row, drow))
         # the output projection, the norm and the gate
-        dbranch, (sz, slope) = dout.to(dtype), silu_gate(z)
-        ghat, rstd = rms(y * sz)
-        dw_out = rows_product(dbranch, (ghat * w.norm).to(dtype))
-        dg, dgate = rms_backward((dbranch @ w_out.to(dtype)).to(u.dtype), ghat, rstd, w.norm)
-        torch.mul(torch.mul(dg, y, out=ghat), silu_slope(sz, slope), out=dz)
-        dg.mul_(sz); del sz, slope, ghat
+        r = inverse_rms(ss.sum(-1, keepdim=True), s.d)
+        ghat, dy, dyy = gate_backward((dout.to(dtype) @ wout).to(row.dtype).mul_(r), y, z, ss, r, dz)
+        pout = rows_product(dout.to(dtype), ghat.to(dtype)); del ghat
         # the recurrence
-        chunks = lambda a: in_chunks(a, m.X.shape[3]).unflatten(3, (s.g, s.h // s.g, -1)).transpose(2, 3)
-        dX, dd, dA, dB, dC, dD = ssd_backward(m, A, D, chunks(y), chunks(dg))
-        dv = torch.cat([FastBlock.bars(j, t) for j in (dX, dB, dC)], -1)
-        torch.mul(FastBlock.bars(dd, t), dt.sigmoid_(), out=ddt)
-        del dX, dB, dC, dg, m
+        m = FastBlock.cut(row, w, s, draw)                                           # draw holds the convolution until its gradient is known
+        dX, dt, dBC, dA, dD = ssd_backward(m, w.A.view(s.g, -1), w.D.view(s.g, -1), dy, by_chunk(dyy, s, q))
+        by_chunk(ddt, s, q).copy_(dt); del m, dy
         # the convolution
-        dtaps, dbias = conv_backward(dv.mul_(silu_slope(v, sig)), raw, w.taps, draw)
+        da = torch.empty_like(draw, memory_format=torch.contiguous_format)
+        for grad, a, out in zip((dX, dBC), pieces(draw, s, q), pieces(da, s, q)): torch.ops.aten.silu_backward.grad_input(grad, a, grad_input=out)
+        del dX, dBC, grad
+        dtaps, dbias = conv_backward(da, raw, w.taps, draw); del da
         if valid is not None: draw.masked_fill_(~valid[..., None], 0)
-        del dv, v, sig
-        # the input projection, the norm and the residual
-        xhat, rstd = rms(u); drow = drow.to(dtype)
-        dw_in = rows_product(drow, (xhat * norm).to(dtype))
-        dx, dnorm = rms_backward((drow @ w_in.to(dtype)).to(u.dtype), xhat, rstd, norm)
-        if du is not None: torch.add(dout, dx, out=du)
-        return dnorm, dw_in, dw_out, dtaps, dbias, ddt.sum((0, 1)), dA.flatten(), dD.flatten(), dgate
+        ddt_bias, drow = ddt.sum((0, 1)), drow.to(dtype)
+        return drow, rows_product(drow, xhat.to(dtype)), pout, dtaps, dbias, ddt_bias, dA.flatten(), dD.flatten()
 
 
 def mask_row(row: Tensor, valid: Tensor, s: Sizes) -> Tensor:
@@ -478,7 +506,10 @@ class Mamba2Block(nn.Module):
         if torch.compiler.is_compiling(): return self.scan(u, None, valid)[0]        # the compiler fuses the plain form by itself
         w, on = self.weights(), u.device.type != "meta" and torch.is_autocast_enabled(u.device.type)
         dtype = torch.get_autocast_dtype(u.device.type) if on else u.dtype           # of the projections
-        return FastBlock.apply(u, valid, self.sizes, dtype, self.norm.weight, self.in_proj.weight, self.out_proj.weight, *w._replace(taps=w.taps.t().contiguous()))
+        t = u.shape[1]; pad = -t % chunk_length(t, self.sizes.chunk)                 # chunks of one length
+        if pad: u, valid = F.pad(u, (0, 0, 0, pad)), valid if valid is None else F.pad(valid, (0, pad))
+        y = FastBlock.apply(u, valid, self.sizes, dtype, self.norm.weight, self.in_proj.weight, self.out_proj.weight, *w._replace(taps=w.taps.t().contiguous()))
+        return y[:, :t] if pad else y
 
     def scan(
         self,
