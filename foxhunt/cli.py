@@ -15,7 +15,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from .core import UserError
+from .core import UserError, keep_memory
 
 # %% ../nbs/96_cli.ipynb #2f857df6
 app = typer.Typer(help="Machine learning on futures markets: bars to features to models to evidence.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -126,13 +126,18 @@ def download(
     typer.echo(f"{len(manifest['files'])} files -> {outdir}; next: foxhunt bars {outdir} BARSDIR --contract ...")
 
 # %% ../nbs/96_cli.ipynb #12457e67
-def load_tables(features: Path | None, params, kinds: set[str]) -> dict[str, object]:
-    "The tables that models of these kinds train on: `bars` from a features folder, `book` from a book folder."
+def load_tables(
+    features: Path | None,      # folder of `foxhunt features`; of `foxhunt book` where tlob is alone and `book` is None
+    book: Path | None,          # folder of `foxhunt book`
+    kinds: set[str],            # of the models: agent, forecaster, book
+) -> dict[str, object]:
+    "The tables that models of these kinds train on, `bars` and `book`; what no folder is given for is left out."
     from foxhunt.data.book import load_book
     from foxhunt.data.windows import load_table
     tables: dict[str, object] = {}
-    if kinds & {"agent", "forecaster"}: tables["bars"] = load_table(features)
-    if "book" in kinds: tables["book"] = load_book(features)
+    if features and kinds - {"book"}: tables["bars"] = load_table(features)
+    if "book" in kinds and book is None and "bars" in tables: raise UserError("tlob trains on a book, the others on features: pass --book, or take tlob alone")
+    if "book" in kinds and (folder := book or features): tables["book"] = load_book(folder)
     return tables
 
 
@@ -145,17 +150,18 @@ def train(
     seed: Seed = None, device: Device = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an interrupted run of the same data, parameters and code")] = False,
     monitor: Annotated[bool, typer.Option("--monitor", help="record the GPU beside the run (gpu.csv)")] = False,
-    book: Annotated[Optional[Path], typer.Option(help="folder made by `foxhunt book`, for `all`")] = None,
+    book: Annotated[Optional[Path], typer.Option(help="folder made by `foxhunt book`, for tlob")] = None,
     profile: Profile = None, params: ParamsFile = None,
 ):
     "Train a model; prints where it stands, leaves checkpoints, history.csv, train.log and summary.json."
     from foxhunt.train.coordinator import train_all, train_model
     from foxhunt.train.registry import MODELS, spec
+    keep_memory()
     names = [m for m in MODELS if m != "tlob" or book] if model == "all" else [spec(model).name]
     over = {f"train.{m}.epochs": epochs for m in names} if epochs is not None else {}
     p = load_params(params, profile, seed=seed, device=device, **over)
     kinds = {spec(m).kind for m in names}
-    tables = load_tables(features, p, kinds - {"book"}) | (load_tables(book if model == "all" else features, p, {"book"}) if "book" in kinds else {})
+    tables = load_tables(features, book, kinds)
     options = dict(device=p.device, resume=resume)
     with gpu_monitor(out, monitor):
         if model == "all": done = train_all(names, tables, p, out, **options)
@@ -248,7 +254,7 @@ def evaluate(
     if split not in SPLITS: raise UserError(f"--split {split}: not one of {', '.join(SPLITS)}")
     kind, p = spec(model).kind, load_params(params, profile, device=device, seed=seed)
     net, meta = load_model(final_checkpoint(checkpoint, model), choose_device(p.device).device, model)
-    table = load_tables(features, p, {kind})["book" if kind == "book" else "bars"]
+    table = load_tables(features, None, {kind})["book" if kind == "book" else "bars"]
     figures = evaluate_agent(net, meta, table, SPLITS[split], p, out) if kind == "agent" else evaluate_forecaster(net, meta, table, split, p, out)
     if metrics: write_json(metrics, figures)
     for name, value in figures.items(): typer.echo(f"{name.replace('_', ' ')}: {'not defined' if value is None else f'{value:,.4g}' if isinstance(value, float) else value}")
@@ -284,7 +290,7 @@ def rows_as_table(rows: list[dict]) -> str:
     width = [max(len(r[i]) for r in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, width)).rstrip() for r in cells)
 
-
+# %% ../nbs/96_cli.ipynb #de751e26
 Json = Annotated[Optional[Path], typer.Option("--json", help="also write the result to this JSON")]
 
 
@@ -364,19 +370,21 @@ def pairs(text: str | None, what: str, number=float) -> dict[str, float]:
 def bench(
     out: Annotated[Path, typer.Option(help="JSON with every raw sample")],
     models: Annotated[str, typer.Option(help="comma separated")] = "dqn,ppo,mamba2,tft",
-    features: Annotated[Optional[Path], typer.Option(help="features folder; default: a seeded synthetic table")] = None,
+    features: Annotated[Optional[Path], typer.Option(help="features folder (tlob alone: book folder); default: a seeded synthetic table")] = None,
+    book: Annotated[Optional[Path], typer.Option(help="folder made by `foxhunt book`, for tlob beside others")] = None,
     epochs: Annotated[int, typer.Option(help="epochs of each model, at most; the first is kept apart")] = 20,
     profiler: Annotated[bool, typer.Option("--profile", help="also the heaviest kernels")] = False,
     device: Device = None, seed: Seed = None, settings: Annotated[Optional[str], typer.Option("--settings", help="parameter profile: quick, seed, production")] = None, params: ParamsFile = None,
 ):
     "Epoch and update times with honest intervals, memory, stability."
     from foxhunt.bench.epochs import run_benchmark, summary_rows
-    from foxhunt.data.windows import load_table
-    p = load_params(params, settings, device=device, seed=seed)
-    result = run_benchmark(wanted(models), load_table(features) if features else None, p, epochs, out, p.device, profiler)
+    from foxhunt.train.registry import spec
+    keep_memory()
+    p, names = load_params(params, settings, device=device, seed=seed), wanted(models)
+    result = run_benchmark(names, load_tables(features, book, {spec(m).kind for m in names}), p, epochs, out, p.device, profiler)
     typer.echo(rows_as_table(summary_rows(result))); typer.echo(f"-> {out}")
 
-# %% ../nbs/96_cli.ipynb #de751e26
+# %% ../nbs/96_cli.ipynb #5a1de8b8
 @verb
 def decide(
     results: Annotated[list[Path], typer.Argument(help="JSON of `foxhunt bench`, one or several")],
@@ -398,7 +406,7 @@ def decide(
     for line in lines(d): typer.echo(line)
     if json: write_json(json, d.to_json())
 
-
+# %% ../nbs/96_cli.ipynb #c139e0a7
 @verb
 def peers(
     out: Annotated[Path, typer.Option(help="JSON of all rows, settings and the machine")],
@@ -412,6 +420,7 @@ def peers(
     from foxhunt.peers.memory import MEMORY
     from foxhunt.peers.race import compare
     from foxhunt.peers.sequence import SEQUENCE
+    keep_memory()
     found = compare({**AGENTS, **SEQUENCE, **MEMORY}, tuple(only.split(",")) if only else None, threads, rounds=rounds)
     write_json(out, found)
     memory = [r for r in found["rows"] if r["work"] == "memory"]
@@ -443,6 +452,7 @@ def report(
     "Execute a report with papermill and turn it into HTML."
     import logging, papermill, yaml
     from nbconvert import HTMLExporter
+    from traitlets.config import Config
     from foxhunt.core import atomic_file
     if not notebook.exists(): raise UserError(f"{notebook}: no such notebook")
     if wrong := [p for p in set or () if "=" not in p]: raise UserError(f"-p {wrong[0]}: expected name=value")
@@ -450,7 +460,8 @@ def report(
     logging.getLogger("papermill").setLevel(logging.ERROR)
     if unknown := given.keys() - papermill.inspect_notebook(notebook).keys(): raise UserError(f"-p {', '.join(sorted(unknown))}: {notebook} has no such parameter; it has {', '.join(papermill.inspect_notebook(notebook))}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    try: papermill.execute_notebook(notebook, out, given, progress_bar=sys.stderr.isatty(), log_output=False)
+    quiet = Config(KernelManager={"transport_encryption": "auto"})      # a kernel on plain TCP prints a warning for each report
+    try: papermill.execute_notebook(notebook, out, given, progress_bar=sys.stderr.isatty(), log_output=False, config=quiet)
     except papermill.PapermillExecutionError as e: raise UserError(f"{notebook}: {e.ename} in cell {e.cell_index}: {str(e.evalue).strip().splitlines()[-1] if str(e.evalue).strip() else ''}; see {out}") from None
     html = HTMLExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True).from_filename(str(out))[0]
     with atomic_file(out.with_suffix(".html")) as tmp: tmp.write_text(html, encoding="utf-8")

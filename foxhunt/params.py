@@ -214,6 +214,7 @@ class TLOB(Forecast):
 
 @checked
 class Train:
+    "How each model is trained: one entry per model."
     dqn: DQN = field(default_factory=DQN)
     ppo: PPO = field(default_factory=PPO)
     mamba2: Mamba2 = field(default_factory=Mamba2)

@@ -54,9 +54,9 @@ def mbp10(n: int = 40, id: int = 1001, seed: int = 0) -> bytes:
     return recs.tobytes()
 
 
-def definition(id: int, symbol: str, kind: str = "F", expiry: dt.date | None = dt.date(2024, 3, 18), **more) -> dbn.InstrumentDefMsg:
+def definition(id: int, symbol: str, kind: str = "F", expiry: dt.date | None = dt.date(2024, 3, 18), tick: int = 50_000, **more) -> dbn.InstrumentDefMsg:
     facts = dict(unit_of_measure_qty=125_000 * 10**9, currency="USD", expiration=dbn.UNDEF_TIMESTAMP if expiry is None else ns(expiry)) | more
-    return dbn.InstrumentDefMsg(1, id, ns(START), ns(START), 50_000, 10**9, symbol, "6E", "FUT", dbn.InstrumentClass(kind), dbn.SecurityUpdateAction.ADD, **facts)
+    return dbn.InstrumentDefMsg(1, id, ns(START), ns(START), tick, 10**9, symbol, "6E", "FUT", dbn.InstrumentClass(kind), dbn.SecurityUpdateAction.ADD, **facts)
 
 
 def manifest(folder: Path) -> None:

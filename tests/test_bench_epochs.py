@@ -1,5 +1,6 @@
 "Timing against a pretend device, and a whole small benchmark."
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,3 +90,21 @@ def test_bad_requests(small, models, options, says):
 def test_a_model_without_code_is_named(monkeypatch):
     monkeypatch.setattr(e, "spec", lambda name: type("S", (), {"modules": ("foxhunt.train.nowhere",)}))
     with pytest.raises(UserError, match="tft: its code is not there .foxhunt.train.nowhere"): e.require_code("tft")
+
+
+@pytest.mark.integration
+def test_the_verb_loads_the_table_of_the_models_kind(tmp_path, monkeypatch):
+    "A book folder for tlob, as `foxhunt train` takes it; beside other models it has a flag of its own."
+    from typer.testing import CliRunner
+    from foxhunt.cli import app
+    from foxhunt.data.book import load_book, make_book
+    from foxhunt.data.windows import load_table, save_table, synthetic_table
+    from foxhunt.train.coordinator import content_hash
+    book, bars, seen = tmp_path / "book", tmp_path / "bars", {}; make_book(Path(__file__).parents[1] / "data" / "book_synthetic.parquet", book); save_table(synthetic_table(512), bars)
+    monkeypatch.setattr(e, "run_benchmark", lambda names, tables, *rest: seen.update(names=names, tables={k: content_hash(t) for k, t in tables.items()}) or {"models": {n: {"error": "not run"} for n in names}})
+    run = lambda *args: CliRunner().invoke(app, ["bench", "--out", str(tmp_path / "bench.json"), *map(str, args)])
+    want = {"book": content_hash(load_book(book)), "bars": content_hash(load_table(bars))}
+    for args, kinds in ((["tlob", "--features", book], ["book"]), (["dqn,tlob", "--features", bars, "--book", book], ["bars", "book"]), (["dqn", "--features", bars], ["bars"]), (["dqn,tlob"], [])):
+        assert (r := run("--models", *args)).exit_code == 0, r.output
+        assert seen["tables"] == {k: want[k] for k in kinds} and seen["names"] == args[0].split(",")
+    r = run("--models", "dqn,tlob", "--features", bars); assert r.exit_code == 2 and "pass --book, or take tlob alone" in r.stderr

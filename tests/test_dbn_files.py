@@ -1,4 +1,5 @@
 """DBN files in every form: exact values, all versions, symbology, definitions, and times that keep their last nanosecond."""
+import dataclasses
 import datetime as dt
 
 import databento_dbn as dbn
@@ -10,7 +11,7 @@ from _dbn import MINUTE, START, T0, bars, definition, manifest, mapping, mbp10, 
 from _realdata import real
 from foxhunt.core import UserError, write_json
 from foxhunt.data.bars import read_bars
-from foxhunt.data.dbn import RECORDS, frame, read_definitions, read_frame, read_header, read_ohlcv, read_open_interest, records
+from foxhunt.data.dbn import RECORDS, check_contract, frame, read_definitions, read_frame, read_header, read_ohlcv, read_open_interest, records, trades as dbn_trades
 from foxhunt.data.store import read_parquet, write_parquet
 from foxhunt.market.contracts import contract
 
@@ -128,6 +129,28 @@ def test_a_definition_overrules_the_look_of_a_symbol(tmp_path):
     "A spread whose raw symbol looks like an outright is still a spread."
     write(tmp_path / "bars.dbn", bars(5, 9), "ohlcv-1m", {"6EZ9": 9}, stype_in="parent", names=["6E.FUT"]); write(tmp_path / "def.dbn", [definition(9, "6EZ9", "S")], "definition", {"6EZ9": 9})
     with pytest.raises(UserError, match="no ohlcv-1m record"): read_ohlcv(tmp_path)
+
+
+# --- definitions and the table of contracts ---
+
+def test_a_definition_that_contradicts_the_contract_stops_the_reading(tmp_path):
+    "Both figures are named; spreads, other roots and fields that are not stated contradict nothing."
+    six_e, wrong = contract("6E"), {"tick of 0.0001, contract 6E has 5e-05": dict(tick=100_000), "multiplier of 12500, contract 6E has 125000": dict(unit_of_measure_qty=12_500 * 10**9)}
+    for k, (says, facts) in enumerate(wrong.items()):
+        folder = parent(tmp_path / f"{k}", with_definitions=False)
+        write(folder / "def.dbn.zst", [definition(1001, "6EH4"), definition(1002, "6EM4", **facts)], "definition", IDS)
+        with pytest.raises(UserError, match=f"6EM4: its definition states a {says}; put it right"): read_ohlcv(folder, six_e)
+        with pytest.raises(UserError, match=f"states a {says}"): read_bars(folder, six_e, several=True)
+        with pytest.raises(UserError, match=f"states a {says}"): next(dbn_trades(folder, "ohlcv-1m", root=six_e))
+        check_contract(read_definitions(folder), contract("ES")); read_ohlcv(folder, "6E")            # a root alone states nothing to compare
+        (folder / "def.dbn.zst").unlink(); assert len(read_ohlcv(folder, six_e)[0])                    # the way out that the message names
+    silent = [definition(2001, "6EH4-6EM4", "S", None, tick=10_000), definition(1001, "6EH4", unit_of_measure_qty=dbn.UNDEF_PRICE)]
+    check_contract(read_definitions(write(tmp_path / "d.dbn", silent, "definition", IDS)), six_e)
+
+
+def test_real_definitions_agree_with_the_table():
+    facts = read_definitions(real("glbx/test_data.definition.dbn.zst")); check_contract(facts, contract("ES"))
+    with pytest.raises(UserError, match="ESH1: its definition states a tick of 0.25, contract ES has 0.5"): check_contract(facts, dataclasses.replace(contract("ES"), tick=0.5))
 
 
 def test_continuous_symbols_keep_the_instrument_id(tmp_path):

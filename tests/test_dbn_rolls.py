@@ -81,7 +81,7 @@ def parent(folder):
     body += [dbn.OHLCVMsg(dbn.RType.OHLCV_1M, 1, 3001, start + d * DAY + i * MINUTE, p := 4_700_000_000_000 + (i % 5) * 250_000_000, p, p, p, 10) for d in range(10) for i in range(60)]
     body.sort(key=lambda m: m.ts_event); names = ["6E.FUT", "ES.FUT"]
     write(folder / "a.ohlcv-1m.dbn.zst", body, "ohlcv-1m", ids | es, stype_in="parent", names=names)
-    write(folder / "b.definition.dbn.zst", [definition(1001, "6EH4", expiry=dt.date(2024, 1, 15)), definition(1002, "6EM4", expiry=dt.date(2024, 6, 17)), definition(2001, "6EH4-6EM4", "S", None), definition(3001, "ESH4")], "definition", ids | es, stype_in="parent", names=names)
+    write(folder / "b.definition.dbn.zst", [definition(1001, "6EH4", expiry=dt.date(2024, 1, 15)), definition(1002, "6EM4", expiry=dt.date(2024, 6, 17)), definition(2001, "6EH4-6EM4", "S", None), definition(3001, "ESH4", tick=250_000_000, unit_of_measure_qty=50 * 10**9)], "definition", ids | es, stype_in="parent", names=names)
     oi = [dbn.StatMsg(1, i, t := ns(dt.date(2024, 1, 8) + dt.timedelta(d)) + 3600 * 10**9, t, t, dbn.UNDEF_PRICE, 900 if (i == 1001) == (d < 3) else 100, dbn.StatType.OPEN_INTEREST) for d in range(9) for i in (1001, 1002)]
     write(folder / "c.statistics.dbn.zst", oi, "statistics", ids | es, stype_in="parent", names=names)
     return folder

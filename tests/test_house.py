@@ -91,6 +91,15 @@ def test_notebooks_are_clean_and_open_with_a_contract(nb):
     assert not any(o.get("output_type") == "error" for c in book["cells"] for o in c.get("outputs", [])), "an output is a traceback"
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_public_names_have_docstrings(module):
+    "What a module offers says what it is; methods may leave it to their class."
+    body = TREES[module].body
+    public = next((ast.literal_eval(n.value) for n in body if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__"), [])
+    bare = [n.name for n in body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and n.name in public and not ast.get_docstring(n)]
+    assert not bare, f"{module}: no docstring on {', '.join(bare)}"
+
+
 def test_the_project_stands_alone():
     for p in [*PACKAGE.rglob("*.py"), *NOTEBOOKS, *(ROOT / "tests").rglob("*.py"), ROOT / "Makefile", ROOT / "README.md", ROOT / "dvc.yaml"]:
         if p != Path(__file__): assert not re.search(r"/work/|/\.library|shared/(notes|cases|data|seeds|golden|DESIGN)", p.read_text()), f"{p} names a folder of one machine"

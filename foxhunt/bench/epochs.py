@@ -152,7 +152,7 @@ def time_updates(
     t = stopwatch(lambda: training_step(w, m, opt, w.batch(n, device)), most, wait=lambda: synchronize(device), clock=clock, budget_s=budget_s, target=0)
     return jsonable({"unit": "seconds per update", "batch": n, "first_s": t.first_s, "samples": t.samples, "stopped": t.stopped, "summary": asdict(summarize(t.samples, "update"))})
 
-
+# %% ../../nbs/bench/71_epochs.ipynb #7d3a16bc
 def batch_scaling(
     w: Workload,
     device: torch.device,
@@ -340,7 +340,7 @@ def run_benchmark(
         if out is not None: write_json(out, bench)
     return jsonable(bench)
 
-
+# %% ../../nbs/bench/71_epochs.ipynb #0b4ba807
 def merge(benches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "Several benchmark results (one per model) as one; another device or a model measured twice is a `UserError`."
     if not benches: raise UserError("no benchmark results")

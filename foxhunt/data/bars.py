@@ -359,7 +359,7 @@ def read_trade_bars(
 ) -> "tuple[pd.DataFrame, dict]":
     "Bars of every outright contract from its trades, and the reader's report with its counts."
     from foxhunt.data.dbn import trades
-    report: dict = {}; stream = trades(path, schema, root=contract.symbol, chunk=chunk, report=report)
+    report: dict = {}; stream = trades(path, schema, root=contract, chunk=chunk, report=report)
     named = ((*trade, np.where(name == "", trade[-1].astype(str), name) if (name == "").any() else name) for *trade, name in stream)
     try: bars = fold_trades(named, interval_ns, contract.calendar)
     except UserError as e: raise e if str(path) in str(e) else UserError(f"{path}: {e}") from None
@@ -379,7 +379,9 @@ def _read_dbn(path: Path, contract: Contract, target_ns: int | None) -> "tuple[d
     return {s: frame[name == s].reset_index(drop=True) for s in dict.fromkeys(name)}, report
 
 # %% ../../nbs/data/12_bars.ipynb #dc0b24bb
-def is_dbn(path: Path) -> bool: return path.name.lower().endswith((".dbn", ".dbn.zst"))
+def is_dbn(path: Path) -> bool:
+    "Does the name end like a Databento file's, in any case?"
+    return path.name.lower().endswith((".dbn", ".dbn.zst"))
 
 
 def source_files(

@@ -6,8 +6,8 @@
 __all__ = ['SCALE', 'UNDEF_PRICE', 'UNDEF_TIME', 'INTERVAL_NS', 'AGAIN', 'RECORDS', 'DAY', 'OUTRIGHT', 'BAR_COLUMNS', 'TRADED',
            'OPEN_INTEREST', 'Header', 'opened', 'read_header', 'layout', 'rtype', 'records', 'record_time', 'frame',
            'check_manifest', 'is_dbn', 'dbn_files', 'Symbols', 'Facts', 'multiplier', 'read_definitions', 'root_of',
-           'is_spread', 'outrights', 'frames', 'read_frame', 'read_ohlcv', 'schemas', 'bar_source', 'trades',
-           'read_open_interest']
+           'is_spread', 'check_contract', 'outrights', 'frames', 'read_frame', 'read_ohlcv', 'schemas', 'bar_source',
+           'trades', 'read_open_interest']
 
 # %% ../../nbs/data/11_dbn.ipynb #ff7cf605
 import contextlib
@@ -259,7 +259,9 @@ def check_manifest(folder: Path) -> dict[str, str]:
     return {k: v[1] for k, v in listed.items()}
 
 
-def is_dbn(path: str | Path) -> bool: return str(path).endswith((".dbn", ".dbn.zst", ".dbz"))
+def is_dbn(path: str | Path) -> bool:
+    "Does the name end like a Databento file's? (`read_header` looks inside.)"
+    return str(path).endswith((".dbn", ".dbn.zst", ".dbz"))
 
 
 def _paths(src: Path) -> list[Path]:
@@ -381,6 +383,18 @@ def _known(defs: dict, id: int, ts: int) -> Facts | None:
     have = defs.get(id, ())
     return next((f for f in reversed(have) if f.since <= ts), have[0] if have else None)
 
+# %% ../../nbs/data/11_dbn.ipynb #39afa98e
+def check_contract(
+    definitions: dict[int, tuple[Facts, ...]],   # from `read_definitions`
+    contract: object,                            # has `symbol`; `tick` and `multiplier` are compared where it has them
+) -> None:
+    "`UserError` where the definition of one of the contract's outrights states another tick or multiplier."
+    for fact in (f for known in definitions.values() for f in known if f.kind == "F" and root_of(f.symbol) == contract.symbol):
+        for name in ("tick", "multiplier"):
+            said, ours = getattr(fact, name), getattr(contract, name, None)
+            if ours is None or not np.isfinite(said) or said <= 0 or abs(said / ours - 1) < 1e-6: continue
+            raise UserError(f"{fact.symbol}: its definition states a {name} of {said:g}, contract {contract.symbol} has {ours:g}; put it right in foxhunt.market.contracts, or, where the definition is wrong, keep the definition files out of the folder")
+
 # %% ../../nbs/data/11_dbn.ipynb #979b7b0a
 def _sources(src: Path, schema: str | None, report: dict) -> tuple[list[Header], str]:
     "Headers of the files that hold `schema` (or the only kind of bars there is)."
@@ -431,12 +445,12 @@ def _select(recs: np.ndarray, header: Header, symbols: Symbols, defs: dict, root
             name[rows] = symbol
     return recs[keep], name[keep]
 
-
+# %% ../../nbs/data/11_dbn.ipynb #800194b3
 def outrights(
     src: str | Path,                    # file, folder or batch
     schema: str | None = None,          # None: the bars that are there, if of one length
     *,
-    root: str | None = None,            # keep only this root, e.g. 6E
+    root: object = None,                # keep only this root, e.g. "6E"; a contract is compared with the definitions as well
     definitions: dict | None = None,    # from `read_definitions`; None: those found in `src`
     chunk: int = 1 << 16,               # most records in memory at once
     report: dict | None = None,         # filled: rows, sources with hashes, and everything left out, by reason
@@ -445,7 +459,8 @@ def outrights(
     src = Path(src); report = {} if report is None else report
     heads, schema = _sources(src, schema, report)
     defs = read_definitions(src) if definitions is None and src.is_dir() and schema != "definition" else definitions or {}
-    symbols = _symbols(src, heads)
+    if hasattr(root, "symbol"): check_contract(defs, root)
+    symbols, root = _symbols(src, heads), getattr(root, "symbol", root)
     for header in heads:
         for recs in records(header.path, schema, chunk, part := {}):
             kept, name = _select(recs, header, symbols, defs, root, report)
@@ -464,11 +479,11 @@ def frames(src: str | Path, schema: str | None = None, *, report: dict | None = 
         yield out
 
 
-def read_frame(src: str | Path, schema: str | None = None, *, root: str | None = None, definitions: dict | None = None) -> tuple[pd.DataFrame, dict]:
+def read_frame(src: str | Path, schema: str | None = None, *, root: object = None, definitions: dict | None = None) -> tuple[pd.DataFrame, dict]:
     "All rows of one schema and the report; see `frames`."
     report: dict = {}
     parts = [p for p in frames(src, schema, root=root, definitions=definitions, report=report)]
-    if not sum(map(len, parts)): raise UserError(f"{src}: no {report['schema']} record" + (f" of {root}" if root else "") + f" in it; left out: { {k: report[k] for k in ('other', 'spreads', 'other_roots') if report[k]} or 'nothing' }")
+    if not sum(map(len, parts)): raise UserError(f"{src}: no {report['schema']} record" + (f" of {getattr(root, 'symbol', root)}" if root else "") + f" in it; left out: { {k: report[k] for k in ('other', 'spreads', 'other_roots') if report[k]} or 'nothing' }")
     return pd.concat([p for p in parts if len(p)], ignore_index=True), report
 
 
@@ -477,14 +492,13 @@ BAR_COLUMNS = ["ts_event", "open", "high", "low", "close", "volume", "instrument
 
 def read_ohlcv(
     src: str | Path,                # file, folder or batch
-    contract: object = None,        # keep only this root: "6E", or anything with `.symbol`; None: all
+    contract: object = None,        # keep only this root: "6E", or a contract, which the definitions must agree with; None: all
     *,
     schema: str | None = None,      # ohlcv-1s, -1m, -1h, -1d; None: the one that is there
     definitions: dict | None = None,
 ) -> tuple[pd.DataFrame, dict]:     # columns BAR_COLUMNS; the report, with `interval_ns`
     "Open-stamped bars of every outright contract in `src`, in the order of the files."
-    root = contract if contract is None or isinstance(contract, str) else contract.symbol
-    bars, report = read_frame(src, schema, root=root, definitions=definitions)
+    bars, report = read_frame(src, schema, root=contract, definitions=definitions)
     if report["schema"] not in INTERVAL_NS: raise UserError(f"{src}: {report['schema']} are not bars; one of {', '.join(INTERVAL_NS)}")
     return bars[BAR_COLUMNS], report | {"interval_ns": INTERVAL_NS[report["schema"]]}
 
@@ -520,7 +534,7 @@ def trades(
     src: str | Path,
     schema: str = "trades",            # one of TRADED
     *,
-    root: str | None = None,
+    root: object = None,               # as of `outrights`
     definitions: dict | None = None,
     chunk: int = 1 << 16,              # most records in memory at once
     report: dict | None = None,        # as of `outrights`, with `trades`, `not_trades`, `undefined_prices`, `zero_sizes`, and `until` (ns UTC to which nothing is missing)

@@ -40,6 +40,7 @@ def forward_adjusted(
 # %% ../../nbs/data/17_features.ipynb #568eb0a9
 @dataclass(frozen=True)
 class Feature:
+    "One column of the table: how it is made, how far it looks back, and what it needs."
     name: str
     formula: str   # c, h, l, o: adjusted prices in ticks, v: volume, u: max(ATR14, 1), d: change of c over one bar
     window: int    # bars, the present one included

@@ -87,7 +87,7 @@ class Roll:
     def ratio(self) -> float: return self.new_close / self.old_close
 
 
-def _wants(how: str, days: int, chain: list[Leg], now: int, session: np.datetime64, start: int, before: dict[int, float], interest: dict[int, float]) -> int:
+def _wants(how: str, days: int, chain: list[Leg], now: int, session: np.datetime64, before: dict[int, float], interest: dict[int, float]) -> int:
     "Position in the chain to hold in this session; `now` to stay."
     if how == "calendar":
         expiry = chain[now].expiry
@@ -124,9 +124,9 @@ def schedule(
     for date in days_of:
         here = dates == date; start = int(ts[here].min())
         if open_interest is not None: interest = _latest(open_interest, start)
-        want = max(want, _wants(how, days, chain, now, date, start, before, interest))
+        want = max(want, _wants(how, days, chain, now, date, before, interest))
         if want == now and chain[now].last < start: raise UserError(f"roll: {chain[now].symbol} ends at {np.datetime64(chain[now].last, 'ns')} before the {how} rule has left it; no bar of {chain[min(now + 1, len(chain) - 1)].symbol} overlaps")
-        if want > now and (roll := _overlap(chain[now], chain[want], close, start, here, ts, date)): rolls.append(roll); now = want
+        if want > now and (roll := _overlap(chain[now], chain[want], close, here, ts, date)): rolls.append(roll); now = want
         elif want > now and chain[now].last < int(ts[here].max()): raise UserError(f"roll: {chain[now].symbol} and {chain[want].symbol} share no bar from {date} on; a roll needs an overlapping bar")
         before = {l.id: float(bars["volume"].to_numpy()[here & (ids == l.id)].sum()) for l in chain}
     return rolls, first
@@ -138,7 +138,7 @@ def _latest(oi: "pd.DataFrame", start: int) -> dict[int, float]:
     return known.groupby("instrument_id")["open_interest"].last().to_dict()
 
 
-def _overlap(old: Leg, new: Leg, close: dict, start: int, here: np.ndarray, ts: np.ndarray, date: np.datetime64) -> Roll | None:
+def _overlap(old: Leg, new: Leg, close: dict, here: np.ndarray, ts: np.ndarray, date: np.datetime64) -> Roll | None:
     "The roll at the first bar of this session at which both trade."
     at = next((t for t in np.unique(ts[here]).tolist() if t in close[old.id] and t in close[new.id]), None)
     return at and Roll(at, str(date), old.id, new.id, old.symbol, new.symbol, close[old.id][at], close[new.id][at])

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRAIN', 'VAL', 'TEST', 'UNUSED', 'SPLITS', 'ROWS', 'FLOOR', 'CLIP', 'Table', 'split_rows', 'run_borders',
-           'window_ends', 'synthetic_table', 'fit_scaler', 'apply_scaler', 'Part', 'assemble', 'plot_splits',
-           'save_table', 'load_table']
+           'window_ends', 'synthetic_table', 'fit_scaler', 'apply_scaler', 'Part', 'assemble', 'save_table',
+           'load_table']
 
 # %% ../../nbs/data/18_windows.ipynb #22b27592
 from collections.abc import Mapping
@@ -213,18 +213,6 @@ def assemble(
     each = lambda f: np.array([getattr(p, f) for p in parts.values()], np.float64)
     return Table(**stacked, contracts=tuple(parts), tick=each("tick"), multiplier=each("multiplier"), cost=each("cost"),
                  feature_names=tuple(feature_names), interval_ns=interval_ns, meta=facts)
-
-# %% ../../nbs/data/18_windows.ipynb #c133870b
-def plot_splits(table: Table, ax=None):
-    "The closing price of each contract, coloured by split; what is left out stays grey."
-    import matplotlib.pyplot as plt
-    axes = [ax] if ax is not None else plt.subplots(len(table.contracts), 1, figsize=(7, 1.6 * len(table.contracts)), squeeze=False)[1][:, 0]
-    for c, a in enumerate(axes):
-        mine = np.flatnonzero(table.contract == c); when = table.ts[mine].astype("M8[ns]")
-        for name, k, colour in (("unused", UNUSED, "0.6"), ("train", TRAIN, "C0"), ("val", VAL, "C1"), ("test", TEST, "C2")):
-            a.plot(when, np.where(table.split[mine] == k, table.close[mine], np.nan), color=colour, lw=1, label=name)
-        a.set_ylabel(table.contracts[c]); a.tick_params(labelsize=7)
-    axes[0].legend(fontsize=7, ncols=4); return axes
 
 # %% ../../nbs/data/18_windows.ipynb #4bb38ad6
 def save_table(table: Table, outdir: str | Path) -> None:

@@ -89,6 +89,7 @@ def iqm(
 
 @dataclass(frozen=True)
 class Interval:
+    "A statistic over several seeds and the ends of its confidence interval, in the unit of the scores."
     value: float
     low: float
     high: float

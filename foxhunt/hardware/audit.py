@@ -153,7 +153,7 @@ class _Fake(FakeTensorMode):
     "Copies of a tensor stay in the mode of the tensor (a target network is a deep copy)."
     def __deepcopy__(self, memo): return self
 
-
+# %% ../../nbs/hardware/42_audit.ipynb #e4fbd684
 class Pretend(TorchDispatchMode):
     "Run host operations for real and accelerator operations as shapes, dtypes and devices; note every synchronisation."
 
@@ -383,7 +383,7 @@ def _placed(mode: Pretend, what: str, x: Any, scalars: bool = False, by: Callabl
             e = DeviceMixup(f"{what} {name} is on {t.device}, expected {mode.target}"); e.born = born
             raise e
 
-# %% ../../nbs/hardware/42_audit.ipynb #e4fbd684
+# %% ../../nbs/hardware/42_audit.ipynb #88410cd7
 def _look(mode: Pretend, name: str, run: Callable[[], None]) -> Place:
     "Run one place; the first fault ends it, synchronisations do not."
     mode.reset(); fault = None
@@ -422,6 +422,13 @@ def build(w: Workload, device: torch.device, dtype: torch.dtype = torch.float32)
     finally: torch.set_default_dtype(old)
 
 
+def _attributes(m: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    "Tensors that modules hold as plain attributes: neither parameters nor buffers, so nothing moves or saves them."
+    for name, mod in m.named_modules():
+        for k, v in vars(mod).items():
+            if isinstance(v, Tensor): yield f"{name}.{k}".strip("."), v
+
+# %% ../../nbs/hardware/42_audit.ipynb #9a448b03
 def audit_here(
     w: Workload,
     index: int = 0,                         # of the pretend device
@@ -476,13 +483,6 @@ def audit_here(
                        else _look(mode, n, run[n]) for n in PLACES)
     dead, forgotten, finite = gradients(w, size, updates)
     return AuditResult(w.name, index, str(dtype).removeprefix("torch."), places, dead, forgotten, finite, time.perf_counter() - start)
-
-
-def _attributes(m: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    "Tensors that modules hold as plain attributes: neither parameters nor buffers, so nothing moves or saves them."
-    for name, mod in m.named_modules():
-        for k, v in vars(mod).items():
-            if isinstance(v, Tensor): yield f"{name}.{k}".strip("."), v
 
 # %% ../../nbs/hardware/42_audit.ipynb #992b4eb4
 def gradients(

@@ -62,7 +62,7 @@ def _dense(x: Tensor) -> bool:
         want *= size
     return True
 
-
+# %% ../../nbs/hardware/43_memory.ipynb #8c54e69b
 class Recorder(Pretend):
     "The audit's mode, writing down births and deaths of storages on its device; index None pretends the host itself."
 
@@ -322,7 +322,7 @@ class _Block:
     @property
     def key(self): return self.size, self.segment, self.offset, id(self)
 
-
+# %% ../../nbs/hardware/43_memory.ipynb #78b24fdc
 class CachingAllocator:
     "A model of torch's CUDA caching allocator for one stream."
 
@@ -371,7 +371,7 @@ class CachingAllocator:
         for free in (self.free_small, self.free_large):
             for entry in [e for e in free if e[-1].before is None and e[-1].after is None]: free.remove(entry); self.reserved -= entry[0]
 
-# %% ../../nbs/hardware/43_memory.ipynb #8c54e69b
+# %% ../../nbs/hardware/43_memory.ipynb #bedfaf2e
 @dataclass(frozen=True)
 class Card:
     "What a GPU offers and what it takes for itself; bytes."
@@ -394,7 +394,7 @@ def card_from_device(index: int = 0) -> Card:
     free, total = torch.cuda.mem_get_info(index); p = torch.cuda.get_device_properties(index)
     return Card(p.name, total, total - free - torch.cuda.memory_reserved(index), 32 * MIB if p.major >= 9 else 8_519_680, "measured")
 
-
+# %% ../../nbs/hardware/43_memory.ipynb #81f57561
 @dataclass(frozen=True)
 class Footprint:
     "Predicted memory of one training run; bytes."

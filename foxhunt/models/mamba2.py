@@ -224,6 +224,7 @@ def conv_backward(
     dy: Tensor, x: Tensor, taps: Tensor,
     dx: Tensor,             # where the input's gradient is written
 ) -> tuple[Tensor, Tensor]: # gradients of taps (w, ch) and bias (ch)
+    "Gradients of `conv_forward`."
     torch.mul(dy, taps[-1], out=dx)
     dtaps = torch.zeros_like(taps); dtaps[-1] = (dy * x).sum((0, 1))
     for i in range(1, min(len(taps), x.shape[1])):
@@ -248,10 +249,13 @@ class Chunks(NamedTuple):
     S: Tensor      # (c - 1, b, g, r, n, p) the states between chunks
 
 
-def whole_decay(c: Tensor) -> Tensor: return c[..., -1].exp()[..., None, None]       # of a chunk, (b, g, r, 1, 1)
+def whole_decay(c: Tensor) -> Tensor:
+    "What a whole chunk leaves of the state: (b, g, r, q) to (b, g, r, 1, 1)."
+    return c[..., -1].exp()[..., None, None]
 
 
 def ssd_chunks(X: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Chunks:
+    "All that the recurrence needs, from its inputs as `Chunks` names and shapes them; A (g, r) negative, D (g, r)."
     k, tri = len(X) - 1, triangle(dt.shape[-1], dt)
     c = (dt * A[..., None]) @ tri
     L = (c[..., :, None] - c[..., None, :]).clamp_(max=0).exp_().mul_(dt[..., None, :])
@@ -281,6 +285,7 @@ def ssd_backward(
     dy: Tensor,   # (c, b, g, r, q, p) gradient of the output, overwritten
     dyy: Tensor,  # (c, b, g, r, q) dy . y of each bar and head
 ) -> tuple[Tensor, ...]:  # gradients of X, of dt before its softplus, of B and C (2, c, b, g, q, n), A, D
+    "Gradients of `ssd_forward`; the buffers of `m` are written over."
     k, dX, dBC = len(m.S), m.M.mT @ dy, m.B.new_empty(2, *m.B.shape); dB, dC = dBC
     dM = torch.matmul(dy, m.X.mT, out=m.M)                                           # what is not needed any more is written over
     skip = dM.diagonal(dim1=-2, dim2=-1).clone()                                     # dy . X
@@ -343,6 +348,7 @@ def gate_backward(
     rstd: Tensor, # (b, t, 1)
     dz: Tensor,   # (b, t, d) where the gradient of z is written
 ) -> tuple[Tensor, Tensor, Tensor]:  # normed g (b, t, d), dy (c, b, g, r, q, p), dy . y (b, t, h)
+    "Gradients of `gate`, and dy . y of each bar and head."
     sig = z.sigmoid(); sz = z * sig
     g, v, dy = gate(y, sz, torch.empty_like(sz)), as_bars(y), torch.empty_like(y)
     dyy = torch.mul(dg, g, out=dy.view(g.shape)).unflatten(-1, (ss.shape[-1], -1)).sum(-1)   # dy's memory is free as yet

@@ -230,6 +230,7 @@ class FoldedAttention(nn.Module):
 
 
 class Decision(NamedTuple):
+    "The forecast after one book event."
     label: int                         # 0 up, 1 flat, 2 down
     probability: tuple[float, ...]     # of each class
     seconds: float                     # from the snapshot to the decision

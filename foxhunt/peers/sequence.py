@@ -39,7 +39,9 @@ def quantile_loss(predicted: Tensor, target: Tensor) -> Tensor:
     return forecast_loss(predicted, target, QUANTILES)
 
 
-def mse(predicted: Tensor, target: Tensor) -> Tensor: return (predicted.float() - target).square().mean()
+def mse(predicted: Tensor, target: Tensor) -> Tensor:
+    "Mean squared error, taken in float32."
+    return (predicted.float() - target).square().mean()
 
 
 QUANTILES = (0.1, 0.5, 0.9)
@@ -79,6 +81,7 @@ class TFTSize:
 
 
 def tft_foxhunt(s: TFTSize) -> Contender:
+    "foxhunt's TFT, no static variable."
     from foxhunt.models.tft import TFT
     cfg = params.TFT(hidden=s.hidden, heads=s.heads, lookback=s.lookback, horizon=s.horizon, dropout=s.dropout, quantiles=QUANTILES)
     batch = lambda b: (torch.randn(b, s.lookback, s.past + 1), torch.randn(b, s.lookback + s.horizon, 1))
@@ -86,6 +89,7 @@ def tft_foxhunt(s: TFTSize) -> Contender:
 
 
 def tft_neuralforecast(s: TFTSize) -> Contender:
+    "neuralforecast's TFT, as a module without its trainer."
     with quiet():
         losses, models = peer("neuralforecast.losses.pytorch"), peer("neuralforecast.models")
         model = models.TFT(h=s.horizon, input_size=s.lookback, hidden_size=s.hidden, n_head=s.heads, dropout=s.dropout, loss=losses.MQLoss(quantiles=list(QUANTILES)),
@@ -96,6 +100,7 @@ def tft_neuralforecast(s: TFTSize) -> Contender:
 
 
 def tft_pytorch_forecasting(s: TFTSize) -> Contender:
+    "pytorch-forecasting's TFT, as a module without its trainer."
     with quiet():
         metrics, models = peer("pytorch_forecasting.metrics"), peer("pytorch_forecasting")
         reals = [f"x{i}" for i in range(s.past)] + ["known", "target"]
@@ -143,11 +148,13 @@ class MambaSize:
 
 
 def mamba_foxhunt(s: MambaSize) -> Contender:
+    "foxhunt's stack of Mamba-2 blocks."
     from foxhunt.models.mamba2 import Mamba2
     return Contender("foxhunt", Mamba2(s.width, s.layers, d_state=s.state, head=s.head), lambda b: torch.randn(b, s.length, s.width), lambda m, x: m(x))
 
 
 def mamba_transformers(s: MambaSize, chunk: int) -> Contender:
+    "transformers' `Mamba2Model` on embeddings; `chunk` is its chunk length in bars."
     with quiet():
         hf = peer("transformers")
         cfg = hf.Mamba2Config(hidden_size=s.width, num_hidden_layers=s.layers, expand=2, head_dim=s.head, num_heads=2 * s.width // s.head, state_size=s.state, n_groups=1, conv_kernel=4,

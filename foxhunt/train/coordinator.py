@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import UserError, atomic_file, fsync_dir, jsonable, machine, progress, read_json, synchronize, write_json
+from ..core import UserError, atomic_file, fsync_dir, jsonable, keep_memory, machine, progress, read_json, synchronize, write_json
 from .checkpoint import has_state, load_state, save_state, save_weights, sweep
 from .health import TrainingError, dead_parameters, update_ratio, verdict
 
@@ -399,8 +399,8 @@ def train_all(
 
 # %% ../../nbs/train/57_coordinator.ipynb #424c4531
 def _share(threads: int) -> None:
-    "A worker's beginning: its threads, and no progress bar of its own."
-    os.environ["TQDM_DISABLE"] = "1"; torch.set_num_threads(threads)
+    "A worker's beginning: its threads, its memory, and no progress bar of its own."
+    os.environ["TQDM_DISABLE"] = "1"; torch.set_num_threads(threads); keep_memory()
 
 
 def train_seeds(

@@ -38,6 +38,7 @@ class ModelSpec:
 
 # %% ../../nbs/train/56_registry.ipynb #cd956270
 def dqn_trainer(table: Any, params: Params, seed: int, device: torch.device) -> Any:
+    "A `DQNTrainer` on the table's training split."
     from foxhunt.market.env import make_market
     from foxhunt.train.dqn import DQNTrainer
     bars = params.features.state_bars
@@ -45,6 +46,7 @@ def dqn_trainer(table: Any, params: Params, seed: int, device: torch.device) -> 
 
 
 def ppo_trainer(table: Any, params: Params, seed: int, device: torch.device) -> Any:
+    "A `PPOTrainer` on the table's training split."
     from foxhunt.market.env import make_market
     from foxhunt.train.ppo import PPOTrainer
     bars = params.features.state_bars
@@ -52,11 +54,13 @@ def ppo_trainer(table: Any, params: Params, seed: int, device: torch.device) -> 
 
 
 def dqn_rebuild(meta: Mapping[str, Any]) -> nn.Module:
+    "The untrained Q-network that a checkpoint describes."
     from foxhunt.train.dqn import rebuild
     return rebuild(dict(meta))
 
 
 def ppo_rebuild(meta: Mapping[str, Any]) -> nn.Module:
+    "The untrained actor and critic that a checkpoint describes."
     from foxhunt.train.ppo import rebuild
     return rebuild(dict(meta))
 
