@@ -7,7 +7,7 @@ __all__ = ['EPS', 'ssd_step', 'ssd_recurrent', 'triangle', 'decay_matrix', 'in_c
            'causal_conv', 'causal_conv_step', 'gated_norm', 'Sizes', 'State', 'Weights', 'mixer', 'mixer_step',
            'conv_forward', 'conv_backward', 'Chunks', 'whole_decay', 'ssd_chunks', 'add_product', 'ssd_forward',
            'ssd_backward', 'rms', 'inverse_rms', 'rms_backward', 'as_bars', 'gate', 'squares', 'gate_backward',
-           'pieces', 'by_chunk', 'rows_product', 'chunk_length', 'FastBlock', 'mask_row', 'Mamba2Block', 'Mamba2',
+           'pieces', 'by_chunk', 'rows_product', 'chunk_length', 'mask_row', 'FastBlock', 'Mamba2Block', 'Mamba2',
            'reference_weights', 'monotone', 'Mamba2Forecaster']
 
 # %% ../../nbs/models/31_mamba2.ipynb #2b05bd6e
@@ -381,6 +381,15 @@ def chunk_length(t: int, chunk: int) -> int:
     return -(-t // -(-t // chunk))
 
 
+
+def mask_row(row: Tensor, valid: Tensor, s: Sizes) -> Tensor:
+    "In place: bars that are not valid enter neither the convolution nor the state."
+    off = ~valid[..., None]
+    row[..., s.d : s.d + s.conv].masked_fill_(off, 0)
+    row[..., -s.h :].masked_fill_(off, -torch.inf)       # softplus makes it a dt of 0
+    return row
+
+# %% ../../nbs/models/31_mamba2.ipynb #48bcf864
 class FastBlock(torch.autograd.Function):
     "A residual block from a zero state, without its final state: the same function as `Mamba2Block.scan`."
     BARS = 1024   # of a slice on a CPU; elsewhere the whole batch at once
@@ -454,14 +463,6 @@ class FastBlock(torch.autograd.Function):
         if valid is not None: draw.masked_fill_(~valid[..., None], 0)
         ddt_bias, drow = ddt.sum((0, 1)), drow.to(dtype)
         return drow, rows_product(drow, xhat.to(dtype)), pout, dtaps, dbias, ddt_bias, dA.flatten(), dD.flatten()
-
-
-def mask_row(row: Tensor, valid: Tensor, s: Sizes) -> Tensor:
-    "In place: bars that are not valid enter neither the convolution nor the state."
-    off = ~valid[..., None]
-    row[..., s.d : s.d + s.conv].masked_fill_(off, 0)
-    row[..., -s.h :].masked_fill_(off, -torch.inf)       # softplus makes it a dt of 0
-    return row
 
 # %% ../../nbs/models/31_mamba2.ipynb #8d4852fc
 class Mamba2Block(nn.Module):

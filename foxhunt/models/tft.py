@@ -353,7 +353,7 @@ class Explanation(NamedTuple):
     future: Tensor      # (b, k, u) importance of known variables
     static: Tensor      # (b, s) importance of static variables
 
-
+# %% ../../nbs/models/32_tft.ipynb #c1bf84ca
 class TFT(nn.Module):
     "Temporal Fusion Transformer, Lim et al. 2021. `forward` gives quantiles, `explain` all of `Explanation`, `reference` the same by the plain formulas."
     def __init__(
