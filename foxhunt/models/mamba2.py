@@ -281,29 +281,31 @@ def ssd_forward(m: Chunks) -> Tensor:  # y (c, b, g, r, q, p)
 
 # %% ../../nbs/models/31_mamba2.ipynb #665a2c1f
 def ssd_backward(
-    m: Chunks, A: Tensor, D: Tensor,
+    m: Chunks,    # taken apart and written over; who holds no other reference has its memory back early
+    A: Tensor, D: Tensor,
     dy: Tensor,   # (c, b, g, r, q, p) gradient of the output, overwritten
     dyy: Tensor,  # (c, b, g, r, q) dy . y of each bar and head
 ) -> tuple[Tensor, ...]:  # gradients of X, of dt before its softplus, of B and C (2, c, b, g, q, n), A, D
-    "Gradients of `ssd_forward`; the buffers of `m` are written over."
-    k, dX, dBC = len(m.S), m.M.mT @ dy, m.B.new_empty(2, *m.B.shape); dB, dC = dBC
-    dM = torch.matmul(dy, m.X.mT, out=m.M)                                           # what is not needed any more is written over
+    "Gradients of `ssd_forward`."
+    X, dt, B, C, tri, c, L, M, left, write, read, S = m; del m
+    k, dX, dBC = len(S), M.mT @ dy, B.new_empty(2, *B.shape); dB, dC = dBC
+    dM = torch.matmul(dy, X.mT, out=M)                                               # what is not needed any more is written over
     skip = dM.diagonal(dim1=-2, dim2=-1).clone()                                     # dy . X
-    dG = dM.mul_(m.L).sum(3).tril_()
-    torch.matmul(dG.mT, m.C, out=dB); torch.matmul(dG, m.B, out=dC)
+    dG = dM.mul_(L).sum(3).tril_(); del dM, M, L
+    torch.matmul(dG.mT, C, out=dB); torch.matmul(dG, B, out=dC); del dG
     if k:
-        dS = m.read.mT @ dy[1:]
-        dC[1:] += torch.matmul(dy[1:], m.S.mT, out=m.read).mul_(m.c[1:].exp()[..., None]).sum(3)
-        for i in range(k - 1, 0, -1): dS[i - 1].addcmul_(dS[i], whole_decay(m.c[i]))
-        add_product(dX[:k], m.write, dS)
-        dB[:k] += torch.matmul(m.X[:k], dS.mT, out=m.write).mul_(m.left[..., None]).sum(3)
-    dxx = torch.mul(m.X, dX, out=dy).sum(-1)
+        dS = read.mT @ dy[1:]
+        dC[1:] += torch.matmul(dy[1:], S.mT, out=read).mul_(c[1:].exp()[..., None]).sum(3)
+        for i in range(k - 1, 0, -1): dS[i - 1].addcmul_(dS[i], whole_decay(c[i]))
+        add_product(dX[:k], write, dS)
+        dB[:k] += torch.matmul(X[:k], dS.mT, out=write).mul_(left[..., None]).sum(3)
+    dxx = torch.mul(X, dX, out=dy).sum(-1)
     dc = dyy - dxx                                                                   # a bar's decay counts in what it reads, and against what it writes
-    if k: dc[:k, ..., -1] += dS.mul_(m.S).sum((-2, -1))                              # a chunk's last decay acts on its whole state
-    da = dc @ m.tri.mT                                                               # reversed cumulative sum
-    slope = torch.expm1(-m.dt).neg_()                                                # of softplus, 1 - exp(-dt)
-    ddt = (dxx - D[..., None] * skip) * slope / m.dt.clamp(min=torch.finfo(slope.dtype).tiny) + da * A[..., None] * slope
-    return dX, ddt, dBC, (da * m.dt).sum((0, 1, 4)), skip.sum((0, 1, 4))
+    if k: dc[:k, ..., -1] += dS.mul_(S).sum((-2, -1))                                # a chunk's last decay acts on its whole state
+    da = dc @ tri.mT                                                                 # reversed cumulative sum
+    slope = torch.expm1(-dt).neg_()                                                  # of softplus, 1 - exp(-dt)
+    ddt = (dxx - D[..., None] * skip) * slope / dt.clamp(min=torch.finfo(slope.dtype).tiny) + da * A[..., None] * slope
+    return dX, ddt, dBC, (da * dt).sum((0, 1, 4)), skip.sum((0, 1, 4))
 
 # %% ../../nbs/models/31_mamba2.ipynb #86ed43fd
 def rms(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -452,9 +454,9 @@ class FastBlock(torch.autograd.Function):
         ghat, dy, dyy = gate_backward((dout.to(dtype) @ wout).to(row.dtype).mul_(r), y, z, ss, r, dz)
         pout = rows_product(dout.to(dtype), ghat.to(dtype)); del ghat
         # the recurrence
-        m = FastBlock.cut(row, w, s, draw)                                           # draw holds the convolution until its gradient is known
-        dX, dt, dBC, dA, dD = ssd_backward(m, w.A.view(s.g, -1), w.D.view(s.g, -1), dy, by_chunk(dyy, s, q))
-        by_chunk(ddt, s, q).copy_(dt); del m, dy
+        # (draw holds the convolution until its gradient is known)
+        dX, dt, dBC, dA, dD = ssd_backward(FastBlock.cut(row, w, s, draw), w.A.view(s.g, -1), w.D.view(s.g, -1), dy, by_chunk(dyy, s, q))
+        by_chunk(ddt, s, q).copy_(dt); del dy
         # the convolution
         da = torch.empty_like(draw, memory_format=torch.contiguous_format)
         for grad, a, out in zip((dX, dBC), pieces(draw, s, q), pieces(da, s, q)): torch.ops.aten.silu_backward.grad_input(grad, a, grad_input=out)

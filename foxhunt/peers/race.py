@@ -88,14 +88,15 @@ def row(work: str, size: str, mode: str, name: str, r: Race) -> dict[str, Any]:
 
 
 def fastest(choices: dict[str, Callable[[], None]]) -> Callable[[], None]:
-    "The fastest of several ways to do the same; one that raises is out."
-    best = (float("inf"), None)
-    for call in choices.values():
-        try: call(); start = time.perf_counter(); call(); t = time.perf_counter() - start
+    "The fastest of several ways to do the same, from three turns each; one that raises is out."
+    runs = {}
+    for name, call in choices.items():
+        try: call()
         except RuntimeError: continue                            # oneDNN has no LSTM for this precision here, say
-        best = min(best, (t, call), key=lambda p: p[0])
-    if best[1] is None: raise RuntimeError(f"none of {', '.join(choices)} runs")
-    return best[1]
+        runs[name] = call
+    if not runs: raise RuntimeError(f"none of {', '.join(choices)} runs")
+    ms = race(runs, rounds=3, inner=1).ms
+    return runs[min(ms, key=ms.get)]
 
 
 def rows_of(work: str, size: str, calls: dict[str, Callable[[], None]], mode: str = "fp32", **options: Any) -> tuple[list[dict[str, Any]], float | None]:
