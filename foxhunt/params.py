@@ -16,17 +16,19 @@ from .core import UserError
 
 # %% ../nbs/01_params.ipynb #c98780b9
 def checked(cls: type) -> type:
-    "A frozen dataclass that the loader validates strictly: unknown keys and wrong types are refused."
-    cls.__pydantic_config__ = {"extra": "forbid", "strict": True}
+    "A frozen dataclass that the loader validates strictly: unknown keys, wrong types and numbers that are not finite are refused."
+    cls.__pydantic_config__ = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
     return dataclass(frozen=True)(cls)
 
 
 def require(obj: object, *names: str, low: float = 0, open: bool = True, high: float = float("inf")) -> None:
-    "Raise a `ValueError` that names the first field outside `(low, high]` (or `[low, high]` when not `open`)."
+    "Raise a `ValueError` that names the first field outside `(low, high]` (or `[low, high]` when not `open`). A tuple must not be empty, and each of its elements is checked."
     for n in names:
         x = getattr(obj, n)
-        if x is not None and not ((x > low if open else x >= low) and x <= high):
-            raise ValueError(f"{n} must be {'more than' if open else 'at least'} {low}{'' if high == float('inf') else f' and at most {high}'}, got {x}")
+        if x == (): raise ValueError(f"{n} must not be empty")
+        for v in x if isinstance(x, tuple) else () if x is None else (x,):
+            if not ((v > low if open else v >= low) and v <= high):
+                raise ValueError(f"{n} must be {'more than' if open else 'at least'} {low}{'' if high == float('inf') else f' and at most {high}'}, got {v}")
 
 # %% ../nbs/01_params.ipynb #35e9d17d
 @checked
@@ -76,7 +78,7 @@ class Env:
     ruin: float = 1e9               # equity loss in currency at which a lane is ruined
 
     def __post_init__(self):
-        require(self, "max_position", "episode_bars", "ruin", "reward_scale"); require(self, "cost_scale", "slippage_ticks", "outside_position", open=False)
+        require(self, "max_position", high=100); require(self, "episode_bars", "ruin", "reward_scale"); require(self, "cost_scale", "slippage_ticks", "outside_position", open=False)
         if not 0 <= self.main_hours[0] < self.main_hours[1] <= 1: raise ValueError(f"main_hours must rise inside [0, 1], got {self.main_hours}")
 
 # %% ../nbs/01_params.ipynb #49b10bf2
@@ -113,8 +115,11 @@ class DQN:
     checkpoint_every: int = 10     # epochs
 
     def __post_init__(self):
-        require(self, "epochs", "updates_per_epoch", "steps_per_update", "lanes", "batch", "lr", "n_step", "replay_size", "huber", "clip", "target_every", "checkpoint_every")
-        require(self, "gamma", "tau", "eps_fraction", high=1); require(self, "eps_start", "eps_end", "alpha", "beta", open=False, high=1)
+        require(self, "epochs", "updates_per_epoch", "steps_per_update", "lanes", "hidden", "batch", "lr", "n_step", "replay_size", "huber", "clip", "target_every", "checkpoint_every")
+        require(self, "gamma", "tau", "eps_fraction", high=1); require(self, "eps_start", "eps_end", "alpha", "beta", open=False, high=1); require(self, "learn_starts", open=False)
+        if self.batch > self.replay_size: raise ValueError(f"batch must be at most replay_size = {self.replay_size}, got {self.batch}")
+        stored = min(self.replay_size, self.epochs * self.updates_per_epoch * self.steps_per_update * self.lanes)
+        if self.learn_starts > stored: raise ValueError(f"learn_starts = {self.learn_starts} transitions are never there: the replay holds at most {stored} of epochs x updates_per_epoch x steps_per_update x lanes; no update would be made")
 
 
 @checked
@@ -140,7 +145,7 @@ class PPO:
     checkpoint_every: int = 10
 
     def __post_init__(self):
-        require(self, "epochs", "lanes", "rollout", "minibatch", "passes", "lr", "max_grad_norm", "checkpoint_every", "clip_range", "target_kl")
+        require(self, "epochs", "lanes", "hidden", "rollout", "minibatch", "passes", "lr", "max_grad_norm", "checkpoint_every", "clip_range", "target_kl")
         require(self, "gamma", "gae_lambda", high=1); require(self, "value_coef", "entropy_coef", open=False)
 
 # %% ../nbs/01_params.ipynb #d608ed59
@@ -167,6 +172,7 @@ class Forecast:
     def __post_init__(self):
         require(self, "epochs", "batch", "accumulate", "lr", "clip", "lookback", "horizon", "stride", "checkpoint_every")
         require(self, "weight_decay", "patience", open=False); require(self, "dropout", open=False, high=0.99)
+        require(self, "quantiles")
         if list(self.quantiles) != sorted(set(self.quantiles)) or not all(0 < q < 1 for q in self.quantiles): raise ValueError(f"quantiles must rise inside (0, 1), got {self.quantiles}")
 
 
@@ -250,17 +256,30 @@ def _known(path: tuple, cls: type = Params) -> list[str]:
     return [f.name for f in dataclasses.fields(cls)]
 
 
+def _text(raw: dict, where: str | Path) -> str:
+    "Plain values as JSON; what is none (dates, keys that are lists, a list inside itself) is a `UserError`."
+    try: return json.dumps(raw)
+    except (TypeError, ValueError, RecursionError) as e: raise UserError(f"{where}: {e}; only names with numbers, texts, lists and further names are expected") from None
+
+
 def validate(raw: dict, where: str = "params") -> Params:
     "Plain values into `Params`; the first fault is a `UserError` that names its key."
     import difflib
     from pydantic import TypeAdapter, ValidationError
-    try: return TypeAdapter(Params).validate_json(json.dumps(raw))
+    try: return TypeAdapter(Params).validate_json(_text(raw, where))
     except ValidationError as e:
         err = e.errors()[0]; loc = tuple(err["loc"]); name = ".".join(map(str, loc)) or "the file"
         if err["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
             near = difflib.get_close_matches(str(loc[-1]), _known(loc[:-1]), 1)
             raise UserError(f"{where}: unknown key {name}" + (f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(_known(loc[:-1]))}")) from None
         raise UserError(f"{where}: {name}: {err['msg'].removeprefix('Value error, ')}" + ("" if err["type"] == "value_error" else f", got {err['input']!r}")) from None
+
+
+def _profiles(found: object, where: str | Path) -> dict[str, dict]:
+    "Profiles by name, `quick` always among them."
+    for name, x in (("profiles", found), *((f"profiles.{k}", v) for k, v in (found.items() if isinstance(found, dict) else ()))):
+        if not isinstance(x, dict | None): raise UserError(f"{where}: {name}: expected keys and values, found {x!r}")
+    return {"quick": {}} | {str(k): v or {} for k, v in (found or {}).items()}
 
 
 def load(
@@ -273,12 +292,13 @@ def load(
     path = Path(path)
     try: raw = YAML(typ="safe").load(path.read_text())
     except FileNotFoundError: raise UserError(f"{path}: no such file; run this in the project's folder or pass --params") from None
-    except (YAMLError, UnicodeDecodeError) as e: raise UserError(f"{path}: not YAML: {' '.join(str(e).split())[:200]}") from None
+    except (YAMLError, UnicodeDecodeError, RecursionError) as e: raise UserError(f"{path}: not YAML: {' '.join(str(e).split())[:200]}") from None
     if not isinstance(raw, dict): raise UserError(f"{path}: expected keys and values, found {type(raw).__name__}")
-    profiles = raw.pop("profiles", None) or {}
+    _text(raw, path)
+    profiles = _profiles(raw.pop("profiles", None), path)
     name = profile or raw.get("profile", "quick")
-    if name != "quick" and name not in profiles: raise UserError(f"{path}: profile {name!r} is not one of {', '.join(['quick', *profiles])}")
-    raw = merge(raw, profiles.get(name) or {}) | {"profile": name}
+    if name not in list(profiles): raise UserError(f"{path}: profile {name!r} is not one of {', '.join(profiles)}")
+    raw = merge(raw, profiles[name]) | {"profile": name}
     for dotted, value in over.items():
         leaf: Any = value
         for key in reversed(dotted.split(".")): leaf = {key: leaf}

@@ -237,7 +237,7 @@ def test_dqn_learns_the_sine():
 
 @pytest.mark.integration
 def test_mistakes_are_named(market):
-    with pytest.raises(UserError, match="needs more than n_step"): DQNTrainer(market, dataclasses.replace(TINY, replay_size=16), RULES)
+    with pytest.raises(UserError, match="needs more than n_step"): DQNTrainer(market, dataclasses.replace(TINY, replay_size=16, learn_starts=16), RULES)
     with pytest.raises(UserError, match="saved replay is"):
         DQNTrainer(market, dataclasses.replace(TINY, lanes=8), RULES).load_state_dict(DQNTrainer(market, TINY, RULES).state_dict() | dict(epoch=0))
 

@@ -1,11 +1,11 @@
 "Rules, costs and prices; the earlier document's arithmetic where it is right."
-import json
+import copy, json
 from datetime import date
 
 import numpy as np
 import pytest
 
-from foxhunt.bench.decide import cloud_cost, decide, lines, local_cost, measured_speedup, model_rows, money
+from foxhunt.bench.decide import cloud_cost, decide, lines, local_cost, measured_speedup, model_rows, money, read_bench
 from foxhunt.bench.prices import load_prices
 from foxhunt.core import UserError, jsonable
 
@@ -87,3 +87,21 @@ def test_an_old_price_table_warns_and_a_broken_one_is_named(tmp_path):
     for text, says in (('[cloud.x]\nusd_per_hour = -1\n[meta]\nas_of = 2026-01-01', "more than 0"), ("[local]\nwatts = nan", "watts must be more than 0"), ("[cloud]\n", "as_of is missing"), ("[cloud]\n[meta]\nas_of = 2026-01-01", "no .cloud")):
         f.write_text(text)
         with pytest.raises(UserError, match=says): load_prices(f)
+
+
+def test_what_is_no_benchmark_is_named(tmp_path):
+    f = tmp_path / "b.json"; good = jsonable(bench()); f.write_text(json.dumps(good)); assert read_bench(f) == good
+    without = lambda *path: json.dumps(drop(json.loads(json.dumps(good)), path))
+    def drop(x, path): (drop(x[path[0]], path[1:]) if path[1:] else x.pop(path[0])); return x
+    cases = ["{}", "[]", "", "3", without("format"), without("device"), without("device", "gpu"), without("models"), without("models", "dqn", "health"), without("models", "tft", "epoch", "samples"), json.dumps(good).replace("[0.0", '["x", 0.0', 1)]
+    for text in cases:
+        f.write_text(text)
+        with pytest.raises(UserError, match="b.json") as e: read_bench(f)
+        assert "\n" not in str(e.value)
+
+
+def test_a_sixth_model_of_the_benchmark_is_part_of_the_decision():
+    b = bench(); b["models"]["gru"] = copy.deepcopy(b["models"]["tft"]) | {"model": "gru"}
+    d = decide(b)
+    assert "gru" in [f.model for f in d.models] and d.hours > decide(bench()).hours
+    assert "gru" not in [f.model for f in decide(b, {"gru": 0}).models]

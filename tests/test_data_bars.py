@@ -1,5 +1,5 @@
 """Bad input is refused in one line that says where, and leaves nothing behind; good input survives every way in and out."""
-import gzip
+import gzip, warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, example, given, settings, strategies as st
 
 from foxhunt.core import UserError, sha256
-from foxhunt.data.bars import COLUMNS, PRICES, infer_interval, load_bars, make_bars, read_bars, validate
+from foxhunt.data.bars import COLUMNS, PRICES, findings, infer_interval, load_bars, make_bars, read_bars, validate
 from foxhunt.data.sessions import CALENDARS, bars_per_year, schedule, session_dates, session_marks
 from foxhunt.data.store import epoch_ns, export_us, read_parquet, write_parquet
 from foxhunt.market.contracts import contract
@@ -63,13 +63,21 @@ BAD = {
     "two symbols": (csv([r + (",6EH4" if i < 20 else ",6EM4") for i, r in enumerate(ROWS)], HEADER + ",symbol"), "column symbol, row 21 (line 22): 6EM4 after 6EH4"),
     "two record types": (csv([r + (",33" if i < 20 else ",32") for i, r in enumerate(ROWS)], HEADER + ",rtype"), "column rtype, row 21 (line 22): 32 after 33"),
     "one bar": (csv(ROWS[:1]), "one bar does not tell its interval"),
+    **{f"a doubled column, {name}": (csv([r + ",1.1" for r in ROWS], f"{HEADER},{name}"), f"columns close and {name} could both be close; keep one") for name in ("close", "Close", "CLOSE")},
+    "a price of 1e300": (cell(9, 2, "1e300"), "column high, row 9 (line 10): 1e+300 is no price, but far too large"),
+    "prices of 1e308": (csv([",".join([r.split(",")[0], *["1e308"] * 4, "1"]) for r in ROWS]), "column open, row 1 (line 2): 1e+308 is no price"),
+    "a volume of 2^63": (cell(9, 5, str(2**63)), "column volume, row 9 (line 10): 9.223372037e+18 is no volume"),
+    "volumes of 1e308": (csv([r.rsplit(",", 1)[0] + ",1e308" for r in ROWS]), "column volume, row 1 (line 2): 1e+308 is no volume"),
+    **{f"instrument {v or 'empty'}": (csv([r + ("," + v if i == 8 else ",7") for i, r in enumerate(ROWS)], HEADER + ",instrument_id"), f"column instrument_id, row 9 (line 10): {v!r} is not a whole number" if v else "column instrument_id, row 9 (line 10): 'nan' is not")
+       for v in ("", "1.7", "six", "18446744073709551616")},
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_that_names_the_place_and_nothing_is_written(name, tmp_path):
     text, message = BAD[name]; file = tmp_path / "bars.csv"; file.write_text(text)
-    with pytest.raises(UserError) as e: make_bars(file, tmp_path / "out", contract=FAST)
+    with warnings.catch_warnings(), pytest.raises(UserError) as e:
+        warnings.simplefilter("error", RuntimeWarning); make_bars(file, tmp_path / "out", contract=FAST)        # numpy has nothing to say beside the one line
     assert str(e.value).startswith(str(file)) and message in str(e.value) and "\n" not in str(e.value)
     assert [p.name for p in tmp_path.iterdir()] == ["bars.csv"]
 
@@ -100,6 +108,37 @@ def test_a_good_file_comes_through_every_door_alike(tmp_path):
     want.set_index("ts_event")[[*PRICES, "volume"]].to_parquet(tmp_path / "index.parquet"); pd.testing.assert_frame_equal(read_bars(tmp_path / "index.parquet", FAST)[0], want)
     (tmp_path / "close.csv").write_text(csv([r.replace(f"10:{m:02d}", f"10:{m + 1:02d}", 1) for m, r in enumerate(ROWS)]))
     pd.testing.assert_frame_equal(read_bars(tmp_path / "close.csv", FAST, "close")[0], want)
+
+
+@pytest.mark.parametrize("column, dtype, value, said", [
+    ("volume", "uint64", 2**63, "9.223372037e+18 is no volume"), ("volume", "uint64", 2**64 - 1, "1.844674407e+19 is no volume"), ("volume", "int64", 2**63 - 1, "9.223372037e+18 is no volume"),
+    ("instrument_id", "uint64", 2**63, f"'{2**63}' is not a whole number"), ("instrument_id", "float64", 1.7, "'1.7' is not a whole number"),
+    ("instrument_id", "float64", np.nan, "'nan' is not a whole number"), ("instrument_id", "str", "6EH4", "'6EH4' is not a whole number")])
+def test_integers_of_a_parquet_file_never_wrap_or_break_off(column, dtype, value, said, tmp_path):
+    (tmp_path / "a.csv").write_text(csv()); frame = read_bars(tmp_path / "a.csv", FAST)[0].drop(columns="filled")
+    cells = frame[column].astype(dtype); cells[4] = value; frame.assign(**{column: cells}).to_parquet(tmp_path / "a.parquet")
+    with warnings.catch_warnings(), pytest.raises(UserError) as e:
+        warnings.simplefilter("error", RuntimeWarning); read_bars(tmp_path / "a.parquet", FAST)
+    assert f"a.parquet: column {column}, row 5: {said}" in str(e.value)
+
+
+@pytest.mark.parametrize("symbol, first", [("6E", 1.1), ("6E", 0.85), ("ES", 5000.25), ("NQ", 17000.5), ("ZN", 110.515625), ("EURUSD", 1.17)])
+def test_float32_prices_mean_the_ticks_that_they_cannot_write(symbol, first, tmp_path):
+    "Near 1.1 float32 has steps of 1.2e-7: 1.10775 comes as 1.10775005. Between two ticks it is refused like any other."
+    spec = replace(contract(symbol), calendar="24x5"); c = (np.rint(first / spec.tick) + np.arange(500)) * spec.tick
+    frame = pd.DataFrame(dict(ts_event=pd.date_range("2024-01-02 10:00", periods=500, freq="min", tz="UTC"), open=c, high=c, low=c, close=c, volume=1)).round({k: 9 for k in PRICES})
+    frame.to_parquet(tmp_path / "64.parquet"); narrow = frame.astype({k: "float32" for k in PRICES}); narrow.to_parquet(tmp_path / "32.parquet")
+    pd.testing.assert_frame_equal(*(read_bars(tmp_path / f"{n}.parquet", spec)[0] for n in (64, 32)), check_exact=True)
+    narrow.loc[[7], list(PRICES)] += np.float32(0.4 * spec.tick); narrow.to_parquet(tmp_path / "off.parquet")
+    with pytest.raises(UserError, match="off.parquet: column open, row 8: .* is off the tick grid"): read_bars(tmp_path / "off.parquet", spec)
+
+
+def test_what_was_left_out_is_said_in_one_line(tmp_path):
+    def said(text): (tmp_path / "a.csv").write_text(text); return findings(make_bars(tmp_path / "a.csv", tmp_path / "out", contract=EUR)["contracts"]["6E"]["quality"])
+    assert said(csv()) == ""
+    assert said(csv([*ROWS, ROWS[3], ROWS[4]])) == "doubled rows dropped: 2, rows that were out of order: 2"
+    assert said(csv()[:-2]) == "files that end within a line (cut off?): 1"                      # the volume 30 became 3
+    assert said(csv([r.replace("2024-01-02", "2024-01-06") for r in ROWS])) == "bars outside the calendar's sessions: 30"
 
 
 @settings(max_examples=8, deadline=None)

@@ -2,6 +2,8 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from foxhunt.core import UserError
 from foxhunt.data.bars import fill_session, load_bars, make_bars, resample
+from foxhunt.data.book import load_book, make_book, synthetic_levels
 from foxhunt.data.features import FEATURES, NAMES, WINDOW, features, make_features, make_table, part_of
 from foxhunt.data.sessions import session_dates, session_marks
 from foxhunt.data.store import epoch_ns
@@ -188,3 +191,55 @@ def test_long_bars_follow_the_clock_change(start, first):
     long = resample(bars, 240 * MINUTE, EUR.calendar, MINUTE); day, whole = (session_dates(epoch_ns(f.ts_event), EUR.calendar) for f in (long, bars))
     assert [f"{long.ts_event[np.flatnonzero(day == d)[0]]:%H:%M}" for d in np.unique(day)[1:4]] == first
     assert all(long.volume[day == d].sum() == (whole == d).sum() for d in np.unique(day)[:-1]) and (long.volume <= 240).all()
+
+
+# what lies on the disk --------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    "A bars, a features and a book folder, as the verbs leave them."
+    d = tmp_path_factory.mktemp("folders"); thin = market(4, 900, missing=0.4, calendar=EUR.calendar)
+    thin.drop(columns=["instrument_id", "filled"]).to_csv(d / "6E.csv", index=False)
+    make_bars(d / "6E.csv", d / "bars", contract=EUR, fill="session"); make_features(d / "bars", d / "features", Features(embargo=5), {"6E": EUR})
+    x = synthetic_levels(400); x.pop("pressure"); pd.DataFrame(x | {"ts_event": pd.to_datetime(x["ts_event"], utc=True)}).to_parquet(d / "book.parquet"); make_book(d / "book.parquet", d / "book")
+    return d
+
+
+def test_bars_that_were_put_in_stay_known_to_the_end(folders):
+    bars, table = load_bars(folders / "bars")["6E"], load_table(folders / "features")
+    assert np.array_equal(table.filled, bars.filled.to_numpy()) and 0.1 < table.filled.mean() < 0.9
+
+
+READERS = {"bars": lambda d: make_features(d, d.parent / "made", Features(embargo=5), {"6E": EUR}), "features": load_table, "book": load_book}
+FACTS = {"bars": ("contracts", "contracts.6E", *(f"contracts.6E.{k}" for k in ("rows", "tick", "interval_ns", "calendar"))),
+         "features": ("rows", "contracts", "tick", "cost", "feature_names", "interval_ns", "meta"), "book": ("events", "sha256", "scaler", "scaler.size_std")}
+WRONG = (None, "x", [], ["x"], [None])                    # None: not there
+SOUND = {("contracts", "['x']"), ("feature_names", "[]")}   # another name; no feature: nothing is damaged
+
+
+@pytest.mark.parametrize("kind, key", [(k, key) for k, keys in FACTS.items() for key in ("", *keys)])
+def test_a_damaged_json_is_one_line_that_says_how_to_make_it_again(kind, key, folders, tmp_path):
+    import shutil
+    d = tmp_path / kind; shutil.copytree(folders / kind, d); file = d / f"{kind}.json"; good = file.read_text(); *way, last = key.split(".")
+    texts = ["{}", "null", "[]", "5", good[:len(good) // 2], ""] if not key else []
+    for wrong in WRONG if key else ():
+        facts = place = json.loads(good)
+        for k in way: place = place[k]
+        if wrong is None: del place[last]
+        elif isinstance(place[last], str) and wrong == "x" or isinstance(place[last], list) and (last, str(wrong)) in SOUND: continue
+        else: place[last] = wrong
+        texts.append(json.dumps(facts))
+    for text in texts:
+        file.write_text(text)
+        with pytest.raises(UserError) as e: READERS[kind](d)
+        said = str(e.value); assert str(d) in said and "\n" not in said and ("again" in said), said
+
+
+@pytest.mark.parametrize("change, message", [(lambda f: f.assign(contract=5), "column contract, row 1: 5 is not in 0 ... 0"), (lambda f: f.assign(split=np.int8(7)), "column split, row 1: 7 is not in -1 ... 2"),
+                                             (lambda f: f.assign(split="train"), "column split is"), (lambda f: f.assign(contract=f.contract.where(f.index > 3)), "column contract is float64"),
+                                             (lambda f: f.assign(rsi="x"), "column rsi is"), (lambda f: f.drop(columns="filled"), "no column filled")])
+def test_a_damaged_table_is_one_line(change, message, folders, tmp_path):
+    import shutil
+    d = tmp_path / "features"; shutil.copytree(folders / "features", d); change(pd.read_parquet(d / "features.parquet")).to_parquet(d / "features.parquet")
+    with pytest.raises(UserError) as e: load_table(d)
+    assert message in str(e.value) and "make it again with `foxhunt features BARSDIR" in str(e.value) and "\n" not in str(e.value)

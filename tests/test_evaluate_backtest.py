@@ -97,6 +97,14 @@ def test_report_is_plain_small_and_honest(tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["equity.parquet", "metrics.json"] and [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_result_does_not_replace_something_else(tmp_path):
+    r = backtest(TABLE, TEST, Env(), np.zeros(len(TABLE)))
+    for name, other in (("thesis", "thesis.txt"), ("forecast", "metrics.json"), ("mixed", "equity.parquet")):
+        (tmp_path / name).mkdir(); (tmp_path / name / other).write_text("years of work"); (tmp_path / name / "notes.txt").write_text("x")
+        with pytest.raises(UserError, match=name): save_result(r, tmp_path / name)
+        assert (tmp_path / name / other).read_text() == "years of work"
+
+
 def test_bad_input_is_named():
     with pytest.raises(UserError, match="one per row is needed"): backtest(TABLE, TEST, Env(), np.zeros(3))
     bad = np.zeros(len(TABLE)); bad[np.flatnonzero(TABLE.split == TEST)[4]] = math.nan

@@ -20,7 +20,7 @@ def table_of(open_, close, symbol="ES", segment=None, session=None, features=Non
     "A training table of given prices in the units of a real contract."
     n, c = len(close), CONTRACTS[symbol]
     base = synthetic_table(bars=max(n, 64), n_features=4)
-    cut = {k: getattr(base, k)[:n] for k in ("features", "ts", "contract", "session_frac", "last_in_session")}
+    cut = {k: getattr(base, k)[:n] for k in ("features", "ts", "contract", "session_frac", "last_in_session", "filled")}
     return dataclasses.replace(
         base, **cut | {"features": cut["features"] if features is None else features}, open=np.asarray(open_, float), close=np.asarray(close, float),
         high=np.maximum(open_, close), low=np.minimum(open_, close), split=np.zeros(n, np.int8), contracts=(symbol,), tick=np.array([c.tick]),
@@ -174,6 +174,35 @@ def test_a_session_that_breaks_off_is_not_known_beforehand(fill):
     for _ in range(38): s, o = step(whole, env, s, torch.tensor([10])); held[o.bar.item()] = o.position.item()
     out = 20 if fill == "next_open" else 21
     assert held[18] == held[19] == 5 and held[out] == 0 and held[out + 1] == 5
+
+
+@pytest.mark.parametrize("fill", ["next_open", "close"])
+def test_nobody_trades_where_nobody_traded(fill):
+    "A bar that was put in shows a price at which nobody sold: whatever a policy asks for there, and whatever the limits force, waits."
+    filled = np.random.default_rng(5).random(600) < 0.4
+    t = dataclasses.replace(synthetic_table(bars=600), filled=filled, last_in_session=~filled & (np.arange(600) % 240 == 239))
+    env = dataclasses.replace(ENV, fill=fill, flat_at_close=True, main_hours=(0.1, 0.9), outside_position=2, episode_bars=50)
+    m = make_market(t, TRAIN, env); s = reset(m, env, 64, 1); gen = generator(0, "actions"); kept = moved = 0
+    for _ in range(300):
+        old = s.position; s, o = step(m, env, s, torch.randint(0, 11, (64,), generator=gen))
+        still = torch.as_tensor(filled[m.rows[(o.bar - int(fill == "close")).numpy()]])
+        assert torch.equal(o.position[still], old[still])
+        kept += still.sum().item(); moved += (o.position != old)[~still].sum().item()
+    assert kept > 5_000 and moved > 5_000
+    assert not make_market(synthetic_table(bars=600), TRAIN, env).thin
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 9_999), fill=st.sampled_from(["next_open", "close"]), share=st.floats(0.1, 0.9))
+def test_bars_without_a_trade_add_no_profit(seed, fill, share):
+    "Filling is a way to write a series down: the best that hindsight could earn is the same with and without, to the cent."
+    from foxhunt.market.oracle import oracle
+    env = dataclasses.replace(ENV, fill=fill); opens, close = random_prices(120, "ES", seed)
+    hole = np.random.default_rng(seed).geometric(1 - share, 120) - 1; hole[-1] = 0
+    at = np.repeat(np.arange(120), hole + 1); new = np.r_[False, at[1:] == at[:-1]]                     # each bar, then those that fill the hole behind it
+    bare = make_market(table_of(opens, close), TRAIN, env, state_bars=1)
+    full = make_market(dataclasses.replace(table_of(np.where(new, close[at], opens[at]), close[at]), filled=new), TRAIN, env, state_bars=1)
+    assert oracle(full, env).profit == pytest.approx(oracle(bare, env).profit, abs=1e-6)
 
 
 def test_main_hours_limit_the_position():

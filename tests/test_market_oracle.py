@@ -30,12 +30,13 @@ def test_known_answers(fill):
 @given(st.integers(0, 10_000), st.booleans())
 def test_never_beaten_and_reached_by_its_own_path(seed, end_flat):
     rng = np.random.default_rng(seed); n = 60
-    gap, body, cost, limit = rng.normal(0, 9, n), rng.normal(0, 9, n), rng.uniform(0, 6, n), rng.choice([0.0, 2.0, 5.0], n)
+    gap, body, cost, limit = rng.normal(0, 9, n), rng.normal(0, 9, n), rng.uniform(0, 6, n), rng.choice([-1.0, 0.0, 2.0, 5.0], n)     # -1: nobody traded
     value, after = best_values(gap, body, cost, limit, 5, end_flat)
     profit = lambda p: (p[:-1] * gap[1:] + p[1:] * body[1:] - cost[1:] * np.abs(np.diff(p))).sum() - end_flat * cost[-1] * abs(p[-1])
-    assert profit(best_positions(after, cost)) == pytest.approx(value[0, 5], abs=1e-8)
+    assert profit(best_positions(after, cost, limit)) == pytest.approx(value[0, 5], abs=1e-8)
     for _ in range(30):
-        p = np.clip(rng.integers(-5, 6, n), -limit, limit); p[0] = 0
+        p = np.clip(rng.integers(-5, 6, n), -abs(limit), abs(limit)); p[0] = 0
+        for t in np.flatnonzero(limit[1:] < 0) + 1: p[t] = p[t - 1]
         assert profit(p) <= value[0, 5] + 1e-9
     mirrored = best_values(-gap, -body, cost, limit, 5, end_flat)[0]
     assert mirrored == pytest.approx(value[:, ::-1], abs=1e-9)                   # negated prices, negated positions

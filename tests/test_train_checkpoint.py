@@ -91,6 +91,63 @@ def test_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     assert f.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
 
 
+@pytest.mark.parametrize("number, says", [(27, "ulimit -f"), (28, "no space left"), (122, "quota")])
+def test_every_kind_of_full_is_one_line(tmp_path, monkeypatch, number, says):
+    "From the system, and from safetensors, which words it in its own way."
+    def full(fd): raise OSError(number, os.strerror(number))
+    def rust(*a, **k): raise ck.SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+    for module, name, fault in ((os, "fsync", full), (ck, "save_file", rust)):
+        with monkeypatch.context() as m, pytest.raises(UserError, match=says) as e:
+            m.setattr(module, name, fault); ck.save_weights(tmp_path / "w.safetensors", {"a": torch.zeros(2)})
+        assert "\n" not in str(e.value) and not list(tmp_path.iterdir())
+
+
+def test_a_limit_of_the_file_size_is_one_line(tmp_path):
+    "`ulimit -f`, in a process of its own: Python's files, and those that safetensors writes."
+    import subprocess, sys
+    code = ("import resource, sys, torch; from foxhunt.core import UserError, write_json; from foxhunt.train.checkpoint import save_weights; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+            "for f in (lambda: save_weights('w', {'a': torch.ones(9999)}), lambda: write_json('j', ['x' * 9999])):\n    try: f()\n    except UserError as e: print(e)")
+    out = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert len(out.splitlines()) == 2 and out.count("ulimit -f") == 2 and not list(tmp_path.iterdir())
+
+
+def test_no_bit_of_a_checkpoint_may_change(tmp_path):
+    f, model = tmp_path / "w.safetensors", nn.Linear(5, 3)
+    ck.save_weights(f, model.state_dict(), {"model": "x", "lr": 1e-3}); data = f.read_bytes(); rng = np.random.default_rng(0)
+    for i in range(len(data)):
+        f.write_bytes(data[:i] + bytes([data[i] ^ 1 << int(rng.integers(8))]) + data[i + 1:])
+        with pytest.raises(UserError) as e: ck.load_weights(f)
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_refused(tmp_path, bad):
+    ck.save_weights(tmp_path / "w", {"fine": torch.ones(2), "head.bias": torch.tensor([0.0, bad])})
+    with pytest.raises(UserError, match="head.bias holds numbers that are not finite"): ck.load_weights(tmp_path / "w")
+
+
+@pytest.mark.parametrize("change", [{"order": None}, {"order": ["zz"]}, {"alias": 3}, {"meta": None}, {"meta": {"model": "y"}}])
+def test_a_header_that_lacks_or_changes_something(tmp_path, change):
+    f = tmp_path / "w"; ck.save_weights(f, {"a": torch.ones(2)}, {"model": "x"})
+    from safetensors import safe_open
+    with safe_open(f, "pt") as file: doc = json.loads(file.metadata()[ck.FORMAT])
+    doc = {k: v for k, v in (doc | change).items() if v is not None}
+    for kind in (ck.FORMAT, ck.OLD):                        # an older file has no checksum: what is left out is noticed all the same
+        ck.save_file({"a": torch.ones(2)}, f, {kind: json.dumps(doc)})
+        if kind == ck.OLD and change == {"meta": {"model": "y"}}: continue
+        with pytest.raises(UserError, match="damaged"): ck.load_weights(f)
+
+
+def test_damage_to_a_state_is_one_line(tmp_path):
+    ck.save_state(tmp_path, {"w": torch.arange(50.0)}, {"epoch": 1}); at = next(tmp_path.glob("state_*"))
+    flipped = bytearray((at / "tensors.safetensors").read_bytes()); flipped[-7] ^= 1
+    for file, data in ((at / "tree.json", b"{}"), (at / "tree.json", b"[]"), (at / "tree.json", b'{"tree'), (tmp_path / "latest.json", b"{}"), (tmp_path / "latest.json", b'{"state": "../elsewhere"}'), (at / "tensors.safetensors", bytes(flipped))):
+        kept = file.read_bytes(); file.write_bytes(data)
+        with pytest.raises(UserError) as e: ck.load_state(tmp_path)
+        assert "\n" not in str(e.value); file.write_bytes(kept)
+    assert ck.load_state(tmp_path)[1] == {"epoch": 1}
+
+
 def test_full_disk_keeps_the_last_state(tmp_path, monkeypatch):
     ck.save_state(tmp_path, {"n": 1})
     def full(fd): raise OSError(28, "No space left on device")

@@ -59,5 +59,10 @@ def test_first_epochs_without_an_update_are_no_fault():
     assert verdict([{"loss": None, "grad_norm": None}] * 2 + [{"loss": 1 / (i + 1), "grad_norm": 1.0} for i in range(20)], "dqn").stable
 
 
+def test_what_was_not_measured_is_not_judged():
+    v = verdict([{"epoch": i + 1, "loss": None, "grad_norm": None, "reward": 0.1} for i in range(12)], "dqn")
+    assert (v.trend, v.stable, v.converged) == ("unknown", False, False) and v.warnings == ("Nothing to judge: no loss was measured",)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])
 def test_diverged_never_wins(bad): assert score(bad) == math.inf and score(-5.0, stable=False) == math.inf and score(0.5) == 0.5

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foxhunt import params as P
-from foxhunt.core import read_json
+from foxhunt.core import UserError, read_json
 from foxhunt.data.windows import synthetic_table
 from foxhunt.train import coordinator
 from foxhunt.train.checkpoint import load_state, save_state
@@ -170,14 +170,105 @@ def test_what_differs_is_named(tables):
         assert len(found) == 1 and found[0].startswith(what + ": "), found
 
 
-def test_another_run_is_not_continued(tables, tmp_path):
+def stopped(tables, out, at=3, p=None):
+    "A run that was interrupted after `at` epochs; its folder."
     def stop(trainer, row):
-        if row["epoch"] == 3: raise KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt): train_model("dqn", tables["bars"], SMALL, tmp_path / "run", device="cpu", callbacks=[stop])
-    p, t = CHANGES["params.config.lr"](SMALL, tables["bars"])
-    train_model("dqn", t, p, tmp_path / "run", device="cpu", resume=True)
+        if row["epoch"] == at: raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): train_model("dqn", tables["bars"], p or SMALL, out, device="cpu", callbacks=[stop])
+    return partial_of(out)
+
+
+def again(tables, out, p=None, **kw): return train_model("dqn", tables["bars"], p or SMALL, out, device="cpu", **{"resume": True, **kw})
+
+
+def with_dqn(**kw): return replace(SMALL, train=replace(SMALL.train, dqn=replace(SMALL.train.dqn, **kw)))
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_run_is_not_continued_and_not_wiped(what, tables, tmp_path):
+    partial = stopped(tables, tmp_path / "run"); before = {p: p.read_bytes() for p in partial.rglob("*") if p.is_file()}
+    p, t = CHANGES[what](SMALL, tables["bars"])
+    with pytest.raises(UserError, match="an unfinished run that differs .*--fresh") as e: train_model("dqn", t, p, tmp_path / "run", device="cpu", resume=True)
+    assert what in str(e.value) and "\n" not in str(e.value) and before == {p: p.read_bytes() for p in partial.rglob("*") if p.is_file()}
+
+
+def test_without_resume_an_unfinished_run_is_not_wiped_either(tables, tmp_path):
+    partial = stopped(tables, tmp_path / "run")
+    with pytest.raises(UserError, match="of these settings: go on with --resume"): again(tables, tmp_path / "run", resume=False)
+    assert load_state(partial / "resume")[1]["epoch"] == 2 and again(tables, tmp_path / "run")["epochs"] == 8
+
+
+def test_fresh_sets_the_other_run_aside(tables, tmp_path):
+    "As a pipeline's stage asks for it: `--resume --fresh`, whatever its parameters were before."
+    stopped(tables, tmp_path / "run"); p = with_dqn(lr=5e-4)
+    assert again(tables, tmp_path / "run", p, fresh=True)["epochs"] == 8
     log = (tmp_path / "run" / "train.log").read_text()
-    assert f"starting afresh: params.config.lr: {SMALL.train.dqn.lr} -> 0.0005" in log and "Epoch 1/8" in log
+    assert f"starting afresh: params.config.lr: {SMALL.train.dqn.lr} -> 0.0005; the earlier run is in" in log and "Epoch 1/8" in log
+    assert load_state(tmp_path / "run.partial.aside.1" / "resume")[1]["epoch"] == 2
+    stopped(tables, tmp_path / "same", 5); again(tables, tmp_path / "same", fresh=True)            # the same run goes on
+    assert "resumed at epoch 4" in (tmp_path / "same" / "train.log").read_text() and not list(tmp_path.glob("same.*"))
+
+
+def test_a_finished_run_is_not_replaced_by_another(tables, tmp_path):
+    again(tables, tmp_path / "run"); before = (tmp_path / "run" / "summary.json").read_bytes()
+    for kw in ({}, {"resume": False}):
+        with pytest.raises(UserError, match="a finished run that differs .seed: 0 -> 9"): again(tables, tmp_path / "run", replace(SMALL, seed=9), **kw)
+    assert before == (tmp_path / "run" / "summary.json").read_bytes() and not partial_of(tmp_path / "run").exists()
+    again(tables, tmp_path / "run", replace(SMALL, seed=9), fresh=True)
+    assert read_json(tmp_path / "run" / "summary.json")["identity"]["seed"] == 9 and before == (tmp_path / "run.aside.1" / "summary.json").read_bytes()
+
+
+def test_two_at_once_of_different_seeds(tables, tmp_path):
+    "The second waits for the first, and then does not replace it."
+    first = forked(lambda: run("dqn", tables, tmp_path / "run")); time.sleep(0.15)
+    with pytest.raises(UserError, match="a finished run that differs|an unfinished run that differs"): again(tables, tmp_path / "run", replace(SMALL, seed=9))
+    first.join(60); assert first.exitcode == 0 and read_json(tmp_path / "run" / "summary.json")["identity"]["seed"] == 0
+
+
+def test_a_folder_of_something_else_is_not_replaced(tables, tmp_path):
+    for name in ("run", "other.partial"):
+        (tmp_path / name).mkdir(); (tmp_path / name / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("years of work")
+    again(tables, tmp_path / "mixed"); (tmp_path / "mixed" / "thesis.txt").write_text("years of work")
+    for out in ("run", "other", "file", "mixed"):
+        for fresh in (False, True):
+            with pytest.raises(UserError, match="choose"): again(tables, tmp_path / out, resume=False, fresh=fresh)
+    for left in ("run/thesis.txt", "other.partial/thesis.txt", "file", "mixed/thesis.txt"): assert (tmp_path / left).read_text() == "years of work"
+
+
+DAMAGE = {"identity []": ("identity.json", b"[]"), "identity cut": ("identity.json", b'{"mo'), "identity gone": ("identity.json", None), "latest {}": ("resume/latest.json", b"{}"), "tree {}": ("resume/state_1/tree.json", b"{}"),
+          "history gone": ("history.csv", None), "history text": ("history.csv", b"epoch,loss\nx,y\nx,y\nx,y\n"), "a stray file": ("thesis.txt", b"x"), "tensors cut": ("resume/state_1/tensors.safetensors", b"x" * 99)}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_partial_run_is_one_line_and_stays(kind, tables, tmp_path, capsys):
+    partial = stopped(tables, tmp_path / "run"); name, data = DAMAGE[kind]; capsys.readouterr()
+    (partial / name).unlink() if data is None else (partial / name).write_bytes(data)
+    with pytest.raises(UserError) as e: again(tables, tmp_path / "run")
+    assert "\n" not in str(e.value) and (partial / "dqn_epoch_2.safetensors").exists() and "resumed" not in capsys.readouterr().err
+    if kind.startswith(("latest", "tree", "tensors", "identity [", "identity c")): assert "--fresh" in str(e.value) and again(tables, tmp_path / "run", fresh=True)["epochs"] == 8 and (tmp_path / "run.partial.aside.1" / name).read_bytes() == data
+
+
+def test_weights_of_another_name_do_not_stop_a_resume(tables, tmp_path):
+    partial = stopped(tables, tmp_path / "run"); (partial / "dqn_best.safetensors").write_bytes(b"x")
+    assert again(tables, tmp_path / "run")["epochs"] == 8
+
+
+def test_a_run_that_never_updates_is_no_result(tables, tmp_path):
+    with pytest.raises(TrainingError, match="dqn: not one update in 8 epochs.*learn_starts"): again(tables, tmp_path / "run", with_dqn(steps_per_update=64, replay_size=30_000, learn_starts=20_000))     # the split is shorter than the parameters could know
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_replay_that_no_machine_holds(tables, tmp_path):
+    with pytest.raises(TrainingError, match="not enough memory.*replay_size") as e: again(tables, tmp_path / "run", with_dqn(replay="dense", replay_size=10**12))
+    assert "\n" not in str(e.value)
+
+
+def test_broken_weights_are_no_result(tables, tmp_path):
+    "An infinite learning rate: the loss of the first epoch was measured before the weights broke."
+    p = replace(SMALL, train=replace(SMALL.train, mamba2=replace(SMALL.train.mamba2, epochs=1, lr=1e38, clip=1e38, stride=400)))
+    with pytest.raises(TrainingError, match="not finite"): train_model("mamba2", tables["bars"], p, tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_models_params_do_not_matter(tables, tmp_path):

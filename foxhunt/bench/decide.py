@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HORIZONS', 'DEFAULT_EPOCHS', 'THROTTLING', 'ACCUMULATION', 'AGAIN', 'LOCAL_BELOW', 'CLOUD_ABOVE', 'local_cost',
-           'cloud_cost', 'money', 'Hours', 'ModelForecast', 'hours_for', 'model_forecast', 'CloudOption',
+           'cloud_cost', 'money', 'read_bench', 'Hours', 'ModelForecast', 'hours_for', 'model_forecast', 'CloudOption',
            'cloud_option', 'measured_speedup', 'CardPlan', 'card_plan', 'Decision', 'basis_of', 'decide', 'model_rows',
            'cloud_rows', 'lines']
 
@@ -12,6 +12,7 @@ __all__ = ['HORIZONS', 'DEFAULT_EPOCHS', 'THROTTLING', 'ACCUMULATION', 'AGAIN', 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy as np
 from .epochs import duration
 from .prices import Offer, Prices
 from .stats import forecast, summarize, t_quantile
-from ..core import UserError, jsonable
+from ..core import UserError, jsonable, read_json
 
 # %% ../../nbs/bench/73_decide.ipynb #936add4c
 def local_cost(hours: float, prices: Prices) -> float:
@@ -35,6 +36,20 @@ def cloud_cost(hours: float, offer: Offer) -> float:
 def money(usd: float | None) -> str:
     "Cents matter below ten of them."
     return "unknown" if usd is None else f"${usd:,.2f}" if usd >= 0.1 or usd == 0 else f"${usd:.2g}"
+
+# %% ../../nbs/bench/73_decide.ipynb #7455467a
+def read_bench(path: str | Path) -> dict[str, Any]:
+    "A result of `foxhunt bench`. Another file, or one without what a decision needs, is a `UserError`."
+    bench = read_json(path)
+    if bench.get("format") != "foxhunt-bench-1": raise UserError(f"{path}: not a result of `foxhunt bench`")
+    try:
+        _ = bench["machine"]["cpu"], [bench["device"][k] for k in ("type", "name", "gpu")]
+        for name, m in bench["models"].items():
+            if "epoch" not in m: continue
+            _ = m["model"], m["health"]["stable"]
+            if not all(x > 0 for x in m["epoch"]["samples"]): raise UserError(f"{path}: {name}: an epoch of no time; measure it again")
+    except (KeyError, TypeError, AttributeError) as e: raise UserError(f"{path}: damaged, or not whole ({type(e).__name__} {e}); measure again") from None
+    return bench
 
 # %% ../../nbs/bench/73_decide.ipynb #88b6a414
 HORIZONS = (1_000, 2_000, 10_000, 50_000)
@@ -227,11 +242,12 @@ def _change(zone: str, judged: tuple[float, float], missing: Sequence[str], clou
     return out
 
 # %% ../../nbs/bench/73_decide.ipynb #7122d7cc
-def _plan_hours(epochs: Mapping[str, int]) -> dict[str, int]:
-    "Epochs of every model to decide on; 0 leaves a model out, by name."
-    if unknown := epochs.keys() - {*DEFAULT_EPOCHS, "tlob"}: raise UserError(f"--epochs: no model {sorted(unknown)[0]!r}; known: {', '.join(DEFAULT_EPOCHS)}, tlob")
+def _plan_hours(epochs: Mapping[str, int], models: Mapping[str, Any]) -> dict[str, int]:
+    "Epochs of every model to decide on: the required ones, and any other that was trained in the benchmark; 0 leaves a model out, by name."
+    known = DEFAULT_EPOCHS | {m: 1_000 for m, e in models.items() if m not in DEFAULT_EPOCHS and e.get("epoch")}
+    if unknown := epochs.keys() - known.keys() - models.keys(): raise UserError(f"--epochs: no model {sorted(unknown)[0]!r}; known: {', '.join({**known, **models})}")
     if bad := [m for m, n in epochs.items() if n < 0]: raise UserError(f"--epochs: {bad[0]}={epochs[bad[0]]} must be at least 0")
-    return {**DEFAULT_EPOCHS, **epochs}
+    return known | dict(epochs)
 
 
 def _choose(cloud: Sequence[CloudOption], deadline: float | None) -> CloudOption:
@@ -255,7 +271,7 @@ def decide(
     from foxhunt.bench.prices import load_prices
     if not isinstance(bench.get("models"), Mapping) or "device" not in bench: raise UserError("not a result of `foxhunt bench`")
     if buffer < 0 or deadline is not None and deadline <= 0: raise UserError("buffer must be at least 0 and the deadline more than 0 hours")
-    prices, want, speedup = prices or load_prices(), _plan_hours(epochs or {}), dict(speedup or {})
+    prices, want, speedup = prices or load_prices(), _plan_hours(epochs or {}, bench["models"]), dict(speedup or {})
     for name, s in speedup.items():
         if prices.offer(name) and not s > 0: raise UserError(f"--speedup: {name}={s} must be more than 0")
     basis, on = basis_of(bench, prices); vram = prices.local_vram_gb * 1024

@@ -346,7 +346,7 @@ def merge(benches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not benches: raise UserError("no benchmark results")
     first = dict(benches[0]); models: dict[str, Any] = {}
     for b in benches:
-        if b.get("format") != first.get("format"): raise UserError("not a result of `foxhunt bench`")
+        if b.get("format") != "foxhunt-bench-1": raise UserError("not a result of `foxhunt bench`")
         if (b["device"]["type"], b["device"]["gpu"]) != (first["device"]["type"], first["device"]["gpu"]): raise UserError(f"results of two devices: {first['device']['name']} and {b['device']['name']}; decide on one")
         if twice := models.keys() & b["models"].keys(): raise UserError(f"{', '.join(sorted(twice))} measured twice; name one result for each model")
         models |= b["models"]

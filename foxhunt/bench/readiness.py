@@ -138,7 +138,7 @@ def tiny(name: str, params: Params) -> tuple[Params, Any]:
     from foxhunt.data.windows import synthetic_table
     s, cfg = spec(name), spec(name).config(params)
     few = dict(stride=max(cfg.stride, 128 if s.kind == "book" else 32), epochs=2) if isinstance(cfg, Forecast) else dict(epochs=2, lanes=min(cfg.lanes, 16))
-    if name == "dqn": few |= dict(updates_per_epoch=4, learn_starts=32, replay_size=min(cfg.replay_size, 5_000))
+    if name == "dqn": few |= dict(updates_per_epoch=4, learn_starts=32, replay_size=min(cfg.replay_size, max(5_000, cfg.batch)))
     small = dataclasses.replace(params, train=dataclasses.replace(params.train, **{name: dataclasses.replace(cfg, **few)}))
     return small, synthetic("book") if s.kind == "book" else synthetic_table(1024, seed=params.seed)
 

@@ -11,12 +11,13 @@ __all__ = ['LEVELS', 'UP', 'FLAT', 'DOWN', 'TRAIN', 'VAL', 'TEST', 'CROSSED', 'O
 
 # %% ../../nbs/data/16_book.ipynb #bad66b6e
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from ..core import UserError, atomic_dir, read_json, stream_seed, write_json
+from ..core import UserError, atomic_dir, own_dir, stream_seed, write_json
+from .store import check_facts, read_facts
 
 # %% ../../nbs/data/16_book.ipynb #dae3d0f1
 LEVELS = 10
@@ -264,14 +265,15 @@ def _dbn_levels(recs: np.ndarray) -> np.ndarray:
 def _parquet_events(path: Path, chunk: int, report: dict) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list]]:
     import pyarrow as pa
     from foxhunt.core import sha256
-    from foxhunt.data.store import epoch_ns, iter_parquet
+    from foxhunt.data.store import epoch_ns, iter_parquet, whole_numbers
     report["sources"].append({"path": str(path), "sha256": sha256(path)}); row = 0
     try:
         for f in iter_parquet(path, chunk):
             missing = [c for c in ("ts_event", *COLUMNS) if c not in f]
             if missing: raise UserError(f"{path}: no column {', '.join(missing[:3])}{'...' if len(missing) > 3 else ''}; expected ts_event and bid_px_00 .. ask_sz_09 as in MBP-10")
             for c in COLUMNS: _check_column(f[c].to_numpy(), c, path, row)
-            ids = f["instrument_id"].to_numpy(np.int64) if "instrument_id" in f else np.zeros(len(f), np.int64)
+            at = lambda i, first=row: f"{path}: column instrument_id, row {first + i + 1}"
+            ids = whole_numbers(f["instrument_id"], at) if "instrument_id" in f else np.zeros(len(f), np.int64)
             levels = level_matrix(f); levels[:, 1::2] = np.nan_to_num(levels[:, 1::2])
             names = list(f["symbol"].astype(str)) if "symbol" in f else [""] * len(f)
             yield levels, epoch_ns(f["ts_recv" if "ts_recv" in f else "ts_event"], str(path)), ids, names
@@ -281,9 +283,9 @@ def _parquet_events(path: Path, chunk: int, report: dict) -> Iterator[tuple[np.n
 
 
 def _check_column(x: np.ndarray, name: str, path: Path, row: int) -> None:
-    "Prices are finite or NaN, sizes whole and not negative; the first fault is a `UserError` with its row."
+    "Prices are below 1e12 or NaN, sizes whole and not negative; the first fault is a `UserError` with its row."
     if x.dtype.kind not in "iuf": raise UserError(f"{path}: column {name} is {x.dtype}, not a number")
-    bad = np.isinf(x) if "_px_" in name else (x < 0) | (x > 2**53) | (x != np.where(np.isfinite(x), np.rint(x), 0)) & ~np.isnan(x)
+    bad = np.abs(x) > 1e12 if "_px_" in name else (x < 0) | (x > 2**53) | (x != np.where(np.isfinite(x), np.rint(x), 0)) & ~np.isnan(x)
     if bad.any(): i = int(bad.argmax()); raise UserError(f"{path}: column {name}, row {row + i + 1}: {x[i]} is not a {'price' if '_px_' in name else 'size'}")
 
 # %% ../../nbs/data/16_book.ipynb #d0ecba3e
@@ -452,8 +454,7 @@ def make_book(
 ) -> dict:                          # what book.json holds
     "`book.parquet` (unscaled levels, flags, splits, labels) and `book.json` (scaler, threshold, cuts, counts, hashes)."
     from foxhunt.core import sha256
-    from foxhunt.data.store import own_dir
-    report: dict = {}; outdir = own_dir(outdir, "book.json")
+    report: dict = {}; outdir = own_dir(outdir, "book.json", holds=("book.parquet",))
     with atomic_dir(outdir) as tmp:
         spool = tmp / "spool"; spool.mkdir()
         facts = _spool(Path(src), root, spool, chunk, report); total = sum(f["events"] for f in facts.values())
@@ -504,9 +505,10 @@ def load_book(
     import pyarrow.parquet as pq
     from foxhunt.core import sha256
     folder = Path(folder); path = folder / "book.parquet"
-    if not (folder / "book.json").exists(): raise UserError(f"{folder}: no book.json in it; make it with `foxhunt book SRC {folder}`")
-    meta = read_json(folder / "book.json"); n = meta["events"]; scaler = Scaler(**meta["scaler"])
+    again = f"foxhunt book SRC {folder}"; meta = read_facts(folder / "book.json", again, events=int, scaler=dict, sha256=str)
+    n = meta["events"]; scaler = Scaler(**check_facts(meta["scaler"], f"{folder}/book.json: scaler", again, **{f.name: float for f in fields(Scaler)}))
     if not path.exists() or sha256(path) != meta["sha256"]: raise UserError(f"{path}: missing, or not the file that book.json describes; make the folder again")
+    if (rows := pq.ParquetFile(path).metadata.num_rows) != n: raise UserError(f"{path}: {rows} rows, book.json says {n}; make it again with `{again}`")
     names = {"ts_event": np.int64, "day": np.int64, "instrument_id": np.int64, "split": np.int8, "flags": np.uint8, "label": np.int8, "mid": np.float64}
     book, cols, at = np.empty((n, 4 * LEVELS), np.float32), {k: np.empty(n, t) for k, t in names.items()}, 0
     for batch in pq.ParquetFile(path).iter_batches(chunk):

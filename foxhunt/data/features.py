@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core import UserError, read_json
-from .bars import load_bars
+from ..core import UserError
+from .bars import bars_facts, load_bars
 from .sessions import Marks, session_marks
 from .store import epoch_ns
 from .windows import Part, Table, assemble, save_table
@@ -138,7 +138,7 @@ def part_of(bars: "pd.DataFrame", contract: Any, interval_ns: int) -> Part:
     ts = epoch_ns(bars["ts_event"]); marks = session_marks(ts, contract.calendar, interval_ns)
     price = {c: bars[c].to_numpy(np.float64) for c in ("open", "high", "low", "close")}
     return Part(features(bars, contract, interval_ns, marks), ts, **price, segment=segments(bars), session=marks.date.astype(np.int64),
-                session_frac=marks.fraction, last_in_session=marks.last, tick=contract.tick, multiplier=contract.multiplier,
+                session_frac=marks.fraction, last_in_session=marks.last, filled=bars["filled"].to_numpy(bool), tick=contract.tick, multiplier=contract.multiplier,
                 cost=contract.commission + contract.exchange_fee)
 
 
@@ -163,7 +163,7 @@ def make_features(
     contracts: Mapping[str, Any],       # specification by contract
 ) -> Table:
     "A bars folder into `features.parquet` and `features.json`; several contracts stand side by side, nothing crosses them."
-    bars = load_bars(barsdir); facts = read_json(Path(barsdir) / "bars.json")["contracts"]
+    bars = load_bars(barsdir); facts = bars_facts(barsdir)
     intervals = {s: facts[s]["interval_ns"] for s in bars}
     if len(set(intervals.values())) > 1: raise UserError(f"{barsdir}: contracts have bars of {', '.join(f'{s} {n / 1e9:g} s' for s, n in intervals.items())}; make them alike")
     for s in bars:

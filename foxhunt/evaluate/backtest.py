@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core import UserError, atomic_dir, jsonable, stream_seed, write_json
+from ..core import UserError, atomic_dir, jsonable, own_dir, stream_seed, write_json
 from .metrics import activity, by_hour, cagr, drawdown, hit_rate, per_session, sessions_per_year, sharpe, years_between
 from ..market.env import BODY, COST, GAP, LIMIT, Market, make_market, observe, state_at, step
 from ..market.oracle import oracle
@@ -69,6 +69,8 @@ def filled(
     for a, b in zip(*runs(market)):
         late = np.r_[np.zeros(delay, np.int64), targets[a : b - 1]][: b - a - 1]
         out[a + 1 : b] = np.clip(late, -limit[a + 1 : b], limit[a + 1 : b])
+        last = np.where(np.r_[True, limit[a + 1 : b] >= 0], np.arange(b - a), 0)       # where nobody traded, the position stays
+        out[a:b] = out[a:b][np.maximum.accumulate(last)]
     return out
 
 
@@ -321,12 +323,12 @@ def report(
 # %% ../../nbs/evaluate/60_backtest.ipynb #b2b96ea0
 def save_result(
     result: Result,
-    outdir: str | Path,        # a folder that appears whole, or stays as it was
+    outdir: str | Path,        # a folder that appears whole, or stays as it was; one with other things in it is refused
     metrics: dict | None = None,  # from `report`; the result's own scores when left out
 ) -> None:
     "`metrics.json` and `equity.parquet`: stamp, contract, close, target, position, gross, cost, net, equity; rows in time order."
     import pandas as pd
-    led = result.ledger
+    outdir, led = own_dir(outdir, "equity.parquet", holds=["*.json"]), result.ledger
     order = np.argsort(result.ts, kind="stable")
     frame = pd.DataFrame({
         "ts_event": pd.to_datetime(result.ts, unit="ns", utc=True).as_unit("ns"), "contract": np.array(result.contracts)[result.contract], "session": result.session,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core import atomic_dir, generator, write_json
+from ..core import atomic_dir, generator, own_dir, write_json
 from .metrics import class_scores, pinball
 from ..train.forecast import Forecasts, Windows, baselines, config_of, forecast_loss, predict, prepare, scores
 
@@ -170,11 +170,12 @@ def main_figures(report: Mapping[str, Any]) -> dict[str, Any]:
 def evaluate_model(
     model: Any, meta: Mapping[str, Any], table: Any,
     split: str,
-    outdir: str | Path,   # a folder that appears whole
+    outdir: str | Path,   # a folder that appears whole; one with other things in it is refused
     *,
     seed: int = 0,
 ) -> dict[str, Any]:      # the main figures
     "Report and importances into `metrics.json`, the model's forecasts into `forecast.npz` (rows of the table, predicted, target, unit, attention)."
+    outdir = own_dir(outdir, "forecast.npz", holds=["*.json"])
     report, found = forecast_report(model, meta, table, split)
     mine, looked = found[report["name"]], looked_at(model, meta, table, split)
     arrays = {k: looked.pop(k) for k in ("attention",) if k in looked}

@@ -6,7 +6,7 @@
 __all__ = ['HEADER', 'row', 'Range', 'Statistics', 'Summary', 'Monitor', 'Snapshot', 'once', 'process_tree', 'monitor_command']
 
 # %% ../../nbs/hardware/41_monitor.ipynb #47ee98cc
-import math, os, subprocess, sys, threading, time
+import math, os, shutil, subprocess, sys, threading, time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..core import UserError
 from .nvml import COLUMNS, Energy, Gpu, Nvml, Sample, find_gpu, open_nvml, torch_uuid
 
 # %% ../../nbs/hardware/41_monitor.ipynb #e45c9708
@@ -254,9 +255,13 @@ def monitor_command(
     interval: float = 1.0,
     **kw: Any,                      # of `Monitor`
 ) -> tuple[int, Summary]:           # the command's exit code (128 + signal), and the summary
-    "Run a command and watch the GPU meanwhile. Interrupting stops the command first."
-    child = subprocess.Popen(list(command))
-    with Monitor(out, interval, pids=lambda: process_tree(child.pid), **kw) as m:
+    "Run a command and watch the GPU meanwhile. Interrupting stops the command first. A command that cannot be started is a `UserError`."
+    if shutil.which(command[0]) is None: raise UserError(f"{command[0]}: cannot be started: no such command, or not executable")
+    running: list[subprocess.Popen] = []
+    with Monitor(out, interval, pids=lambda: process_tree(running[0].pid) if running else set(), **kw) as m:
+        try: child = subprocess.Popen(list(command))
+        except OSError as e: raise UserError(f"{command[0]}: cannot be started: {os.strerror(e.errno or 0).lower()}") from None
+        running.append(child)
         try: code = child.wait()
         except KeyboardInterrupt:
             child.terminate()

@@ -38,6 +38,7 @@ class Market:
     record: Tensor         # (t, 8) float64: what a step to this bar needs, see the columns above
     run_end: Tensor        # (t,) int64, one past the last bar of this bar's run
     starts: Tensor         # (n,) int64, bars where an episode may start
+    thin: bool             # some bars saw no trade: their limit is -1
     rows: np.ndarray       # (t,) row of the table that each bar came from
     feature_names: tuple[str, ...]
     reward_scale: float    # currency per reward unit
@@ -63,7 +64,7 @@ def run_bounds(
 def typical_move(table) -> float:  # currency
     "Root mean square bar-to-bar move of one contract in the training split, at least one tick."
     rows = np.flatnonzero(table.split == 0)
-    if len(rows) < 2: rows = np.arange(len(table.close))
+    if len(rows) < 2: raise UserError("the table has no training split to take the unit of reward from; give env.reward_scale (currency)")
     mult = table.multiplier[table.contract[rows]]
     inside = (np.diff(rows) == 1) & (np.diff(table.segment[rows]) == 0)
     moves = (np.diff(table.close[rows]) * mult[1:])[inside]
@@ -84,12 +85,14 @@ def position_limit(
     env: Env,
     last: np.ndarray,    # (t,) bool, bars that must be left flat, see `closing_bars`
     frac: np.ndarray,    # (t,) share of the session that has passed
-) -> np.ndarray:         # (t,) contracts that may be held over this bar, either way
+    filled: np.ndarray,  # (t,) bool, bars in which nobody traded
+) -> np.ndarray:         # (t,) contracts that may be held over this bar, either way; -1: no order is executed
     "Largest position for the trade that a step to this bar makes."
     limit = np.full(len(last), float(env.max_position))
     low, high = env.main_hours
     if env.outside_position is not None: limit[(frac < low) | (frac > high)] = min(env.outside_position, env.max_position)
     if env.flat_at_close: limit[last] = 0.0
+    limit[filled] = -1.0
     if env.fill == "close": limit = np.r_[limit[:1], limit[:-1]]    # the trade happens at the close of the bar before
     return limit
 
@@ -97,7 +100,7 @@ def position_limit(
 def bar_record(
     open: np.ndarray, close: np.ndarray,     # (t,) prices
     mult: np.ndarray, cost: np.ndarray,      # (t,) currency per point; currency per contract and side
-    limit: np.ndarray,                       # (t,) contracts
+    limit: np.ndarray,                       # (t,) contracts, or -1
     start: np.ndarray, end: np.ndarray,      # (t,) runs
     fill: str,                               # next_open or close
 ) -> np.ndarray:                             # (t, 8) float64
@@ -121,9 +124,11 @@ def make_market(
     "Make one split resident on `device`. Refuses what is not finite, and names its row and column."
     rows = np.flatnonzero(table.split == split)
     if not len(rows): raise UserError(f"the table has no bar in split {split}; use more bars or other shares of train and val")
-    for name, x in (("open", table.open), ("close", table.close), *zip(table.feature_names, table.features.T)):
-        bad = ~np.isfinite(x[rows])
-        if bad.any(): raise UserError(f"row {rows[bad.argmax()]} of the table: {name} is {x[rows][bad.argmax()]}; features and prices must be finite before an agent sees them")
+    features, opened, closed = table.features[rows], table.open[rows], table.close[rows]
+    for names, x in ((("open",), opened[:, None]), (("close",), closed[:, None]), (table.feature_names, features)):
+        if (bad := ~np.isfinite(x)).any():
+            row, column = np.argwhere(bad)[0]
+            raise UserError(f"row {rows[row]} of the table: {names[column]} is {x[row, column]}; features and prices must be finite before an agent sees them")
     start, end = run_bounds(rows, table.segment[rows])
     bar = np.arange(len(rows))
     starts = bar[(bar - start >= state_bars - 1) & (bar + 1 < end)]
@@ -133,16 +138,16 @@ def make_market(
     cost = table.cost[c] * env.cost_scale + env.slippage_ticks * table.tick[c] * mult
     session = table.session[rows]
     last = closing_bars(table.last_in_session[rows], session)
-    limit = position_limit(env, last, table.session_frac[rows])
-    record = bar_record(table.open[rows].astype(float), table.close[rows].astype(float), mult, cost, limit, start, end, env.fill)
+    limit = position_limit(env, last, table.session_frac[rows], table.filled[rows])
+    record = bar_record(opened.astype(float), closed.astype(float), mult, cost, limit, start, end, env.fill)
     to = lambda x, dtype: torch.as_tensor(np.ascontiguousarray(x)).to(device=device, dtype=dtype)
     f = table.features.shape[1]
     windows = torch.zeros(len(rows) * f + 3, device=device)         # 3 spare numbers: see `observe`
-    windows[:-3] = to(table.features[rows], torch.float32).flatten()
+    windows[:-3] = to(features, torch.float32).flatten()
     return Market(
-        features=windows[:-3].view(len(rows), f), windows=windows, open=to(table.open[rows], torch.float64), close=to(table.close[rows], torch.float64),
+        features=windows[:-3].view(len(rows), f), windows=windows, open=to(opened, torch.float64), close=to(closed, torch.float64),
         session_frac=to(table.session_frac[rows], torch.float32), last_in_session=to(last, torch.bool), multiplier=to(mult, torch.float64),
-        cost=to(cost, torch.float64), record=to(record, torch.float64), run_end=to(end, torch.int64), starts=to(starts, torch.int64), rows=rows,
+        cost=to(cost, torch.float64), record=to(record, torch.float64), run_end=to(end, torch.int64), starts=to(starts, torch.int64), thin=bool(limit.min() < 0), rows=rows,
         feature_names=tuple(table.feature_names), reward_scale=env.reward_scale or typical_move(table), fill=env.fill)
 
 # %% ../../nbs/market/21_env.ipynb #3c62158d
@@ -241,6 +246,7 @@ def step(
     record = market.record.index_select(0, bar)                                                  # (l, 8)
     old, limit = state.position.double(), record[:, LIMIT]
     new = torch.minimum(torch.maximum((action - env.max_position).double(), -limit), limit)
+    if market.thin: new = torch.where(limit < 0, old, new)                                       # nobody traded
     profit = bar_profit(record, old, new)
     equity = state.equity + profit
     entry = new_entry(state.entry, old, new, record[:, FILL])

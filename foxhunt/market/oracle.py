@@ -18,7 +18,7 @@ from ..params import Env
 def best_values(
     gap: np.ndarray, body: np.ndarray,  # (t,) currency per contract held into, and bought for, each bar
     cost: np.ndarray,                   # (t,) currency per contract and side
-    limit: np.ndarray,                  # (t,) contracts
+    limit: np.ndarray,                  # (t,) contracts; -1: no order is executed
     max_position: int,
     end_flat: bool = False,             # close the position at the last bar's close, and pay for it
     gamma: float = 1.0,                 # discount per bar
@@ -30,21 +30,23 @@ def best_values(
     if end_flat: value[-1] = -cost[-1] * np.abs(q)
     backwards = range(len(gap) - 1, 0, -1)
     for t in progress(backwards, "oracle", unit="bar") if len(gap) > 100_000 else backwards:
-        a = np.where(np.abs(q) <= limit[t], q * body[t] + gamma * value[t], -np.inf)
-        after[t] = a
-        value[t - 1] = q * gap[t] + (a - cost[t] * distance).max(1)
+        hold = q * body[t] + gamma * value[t]
+        after[t] = hold if limit[t] < 0 else np.where(np.abs(q) <= limit[t], hold, -np.inf)
+        value[t - 1] = q * gap[t] + (hold if limit[t] < 0 else (after[t] - cost[t] * distance).max(1))
     return value, after
 
 
 def best_positions(
     after: np.ndarray,   # (t, 2m + 1) from best_values
     cost: np.ndarray,    # (t,)
+    limit: np.ndarray,   # (t,) contracts; -1: no order is executed
 ) -> np.ndarray:         # (t,) int64 position held at each bar's close; 0 at the first
     "Forward pass from flat. Among equally good trades the smallest is taken, so that nothing is traded for nothing."
     m = after.shape[1] // 2
     q = np.arange(-m, m + 1)
     out = np.zeros(len(after), np.int64)
     for t in range(1, len(after)):
+        if limit[t] < 0: out[t] = out[t - 1]; continue
         size = np.abs(q - out[t - 1])
         score = after[t] - cost[t] * size
         out[t] = q[np.where(score >= score.max() - 1e-9 * max(1.0, abs(score.max())), size, 2 * len(q)).argmin()]
@@ -76,7 +78,7 @@ def oracle(
         r = record[first : end[first]].copy()
         r[:state_bars, LIMIT] = 0.0                          # bar state_bars - 1 is the first that can decide
         values[first : end[first]], after = best_values(r[:, GAP], r[:, BODY], r[:, COST], r[:, LIMIT], env.max_position, end_flat, gamma)
-        positions[first : end[first]] = best_positions(after, r[:, COST])
+        positions[first : end[first]] = best_positions(after, r[:, COST], r[:, LIMIT])
         profit += values[first, env.max_position]
         first = end[first]
     return Oracle(positions, float(profit), values)

@@ -186,6 +186,8 @@ class DQNTrainer:
         self.indexed = isinstance(world, MarketLanes) and cfg.replay == "index"
         kw = dict(gamma=cfg.gamma, n_step=cfg.n_step, prioritized=cfg.prioritized, alpha=cfg.alpha, **on)
         self.replay = index_replay(cfg.replay_size, world.lanes, world.observe, **kw) if self.indexed else dense_replay(cfg.replay_size, world.lanes, world.inputs, **kw)
+        most = min(self.replay.rows, cfg.epochs * min(world.steps_per_epoch, cfg.steps_per_update * cfg.updates_per_epoch)) * world.lanes
+        if cfg.learn_starts > most: raise UserError(f"learn_starts = {cfg.learn_starts}, but this run stores at most {most} transitions: no update would be made; lower it or train longer")
         self.explore, self.draw = generator(seed, "explore", **on), generator(seed, "replay", **on)
         self.epsilon, self.lr = epsilon_table(cfg).to(self.device), lr_table(cfg).to(self.device)
         self.epoch = self.updates = 0

@@ -108,7 +108,7 @@ def update_ratio(
 @dataclass(frozen=True)
 class Verdict:
     "What a run's history says, in one place."
-    trend: str                 # converging, flat, diverging; rising: that, with a reason that is no fault
+    trend: str                 # converging, flat, diverging; rising: that, with a reason that is no fault; unknown: no loss was measured
     stable: bool               # finite, gradients healthy, Q bounded, no divergence
     converged: bool            # stable, not diverging, and the last third has settled
     warnings: tuple[str, ...]  # in words, each with its numbers
@@ -191,7 +191,8 @@ def verdict(
     if len(q) and len(q) == len(bound): broken += _q_bound(q, bound)
     if dead: broken.append(f"Dead parameters: no gradient for {', '.join(list(dead)[:3])}" + (f" and {len(dead) - 3} more" if len(dead) > 3 else ""))
     notes, way = [], Trend("diverging", float("nan"), float("nan"), False)
-    if len(loss) and np.isfinite(loss).all():
+    if not len(loss): way = Trend("unknown", math.nan, math.nan, False); broken.append(f"Nothing to judge: no {name} was measured")
+    elif np.isfinite(loss).all():
         way = trend(loss)
         if way.direction == "diverging":
             why = "" if broken else _excused(history, kind)
