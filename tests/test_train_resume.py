@@ -18,6 +18,7 @@ from foxhunt.train import coordinator
 from foxhunt.train.checkpoint import load_state, save_state
 from foxhunt.train.coordinator import partial_of, read_history, train_all, train_model
 from foxhunt.train.health import TrainingError
+from foxhunt.train.replay import Replay
 from foxhunt.train.registry import MODELS, spec, synthetic
 
 pytestmark = pytest.mark.checkpoint
@@ -254,8 +255,14 @@ def test_weights_of_another_name_do_not_stop_a_resume(tables, tmp_path):
     assert again(tables, tmp_path / "run")["epochs"] == 8
 
 
-def test_a_run_that_never_updates_is_no_result(tables, tmp_path):
-    with pytest.raises(TrainingError, match="dqn: not one update in 8 epochs.*learn_starts"): again(tables, tmp_path / "run", with_dqn(steps_per_update=64, replay_size=30_000, learn_starts=20_000))     # the split is shorter than the parameters could know
+def test_a_run_that_cannot_update_is_refused_at_once(tables, tmp_path):
+    with pytest.raises(UserError, match="learn_starts = 20000.*stores at most.*no update would be made"): again(tables, tmp_path / "run", with_dqn(steps_per_update=64, replay_size=30_000, learn_starts=20_000))     # the split is shorter than the parameters could know
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_never_updates_is_no_result(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(Replay, "__len__", lambda self: 0)                            # never enough to learn from
+    with pytest.raises(TrainingError, match="dqn: not one update in"): again(tables, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -14,7 +14,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..core import UserError
 from .nvml import COLUMNS, Energy, Gpu, Nvml, Sample, find_gpu, open_nvml, torch_uuid
 
 # %% ../../nbs/hardware/41_monitor.ipynb #e45c9708
@@ -256,6 +255,7 @@ def monitor_command(
     **kw: Any,                      # of `Monitor`
 ) -> tuple[int, Summary]:           # the command's exit code (128 + signal), and the summary
     "Run a command and watch the GPU meanwhile. Interrupting stops the command first. A command that cannot be started is a `UserError`."
+    from foxhunt.core import UserError     # here: the monitor itself does without torch
     if shutil.which(command[0]) is None: raise UserError(f"{command[0]}: cannot be started: no such command, or not executable")
     running: list[subprocess.Popen] = []
     with Monitor(out, interval, pids=lambda: process_tree(running[0].pid) if running else set(), **kw) as m:
