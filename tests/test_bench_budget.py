@@ -18,7 +18,8 @@ EVERY = tuple(m if m == "mamba2" else pytest.param(m, marks=pytest.mark.slow) fo
 @pytest.mark.parametrize("model", EVERY)
 def test_sizes_are_linear_in_the_batch(model):
     "A recording at four times the batch equals the line through two others; recorded and drawn agree to 1 %."
-    b = batch_of(model, CFG) // 2; cases = [Case(model, batch=n) for n in (b, 2 * b, 4 * b)]
+    b = batch_of(model, CFG) // (1 if model == "tft" else 2)       # with fewer rows TFT takes several variables at a time: another program, and no line
+    cases = [Case(model, batch=n) for n in (b, 2 * b, 4 * b)]
     one, two, four = (record_all(cases, CFG)[c] for c in cases)
     line = stretch(one, two, (b, 2 * b), 4 * b)
     assert line is not None

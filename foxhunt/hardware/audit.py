@@ -481,7 +481,8 @@ def audit_here(
         run = dict(zip(PLACES, (data, train, evaluate, loading, one)))
         places = tuple(Place(n, None, skipped="no step form" if n == "step" and w.step is None else "not asked for") if n not in only or n == "step" and w.step is None
                        else _look(mode, n, run[n]) for n in PLACES)
-    dead, forgotten, finite = gradients(w, size, updates)
+    try: dead, forgotten, finite = gradients(w, size, updates)
+    except RuntimeError as e: dead, forgotten, finite = (f"none can be judged, the step does not run on the host: {str(e).splitlines()[0][:120]}",), (), True    # a device written into the code
     return AuditResult(w.name, index, str(dtype).removeprefix("torch."), places, dead, forgotten, finite, time.perf_counter() - start)
 
 # %% ../../nbs/hardware/42_audit.ipynb #992b4eb4
