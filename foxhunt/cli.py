@@ -10,7 +10,7 @@ __all__ = ['UsageError', 'app', 'ParamsFile', 'Profile', 'Seed', 'Device', 'Fres
            'report', 'main']
 
 # %% ../nbs/96_cli.ipynb #cf560f02
-import contextlib, functools, re, sys
+import contextlib, functools, math, re, sys
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -341,14 +341,16 @@ def device(device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")
 @verb
 def audit(
     models: Annotated[Optional[str], typer.Option(help="comma separated; default: all")] = None,
-    json: Json = None,
+    profile: Profile = None, params: ParamsFile = None, json: Json = None,
 ):
-    "Every model's training, evaluation, loading, data path and step form on a pretend GPU, index 0 and 1. Exit 1 on any mix-up."
+    "Every model's training, evaluation, loading, data path and step form on a pretend GPU, index 0 and 1, in the sizes of params.yaml. Exit 1 on any mix-up."
     from dataclasses import asdict
-    from foxhunt.core import progress, write_json
+    from foxhunt.core import own_file, progress, write_json
     from foxhunt.hardware.audit import audit
     import foxhunt.train.registry
-    results = [audit("foxhunt.train.registry:workload", i, kwargs={"name": m}) for m in progress(wanted(models), "audit", unit="model") for i in (0, 1)]
+    if json: own_file(json)
+    sizes = asdict(load_params(params, profile))
+    results = [audit("foxhunt.train.registry:workload", i, kwargs={"name": m, "params": sizes}) for m in progress(wanted(models), "audit", unit="model") for i in (0, 1)]
     typer.echo(rows_as_table([r.row() for r in results]))
     if json: write_json(json, {"results": [asdict(r) | {"ok": r.ok} for r in results]})
     return 0 if all(r.ok for r in results) else 1
@@ -383,7 +385,8 @@ def monitor(
     import time
     from foxhunt.hardware.monitor import Monitor, monitor_command
     from foxhunt.hardware.monitor import once as snapshot
-    if interval <= 0: raise UserError(f"--interval must be more than 0 seconds, got {interval}")
+    if not 0 < interval < math.inf: raise UserError(f"--interval must be more than 0 seconds, got {interval}")
+    if ceiling is not None and not 0 < ceiling < math.inf: raise UserError(f"--ceiling must be more than 0 MiB, got {ceiling}")
     if once: typer.echo(snapshot().text()); return 0
     live = sys.stderr if sys.stderr.isatty() else None
     if command:
@@ -399,8 +402,10 @@ def monitor(
 # %% ../nbs/96_cli.ipynb #ce2e3dcc
 def pairs(text: str | None, what: str, number=float) -> dict[str, float]:
     "`dqn=1000,ppo=2000` as a dictionary."
-    try: return {k.strip(): number(v) for k, v in (item.split("=") for item in text.split(","))} if text else {}
+    try: found = [(k.strip(), number(v)) for k, v in (item.split("=") for item in text.split(","))] if text else []
     except ValueError: raise UserError(f"{what} {text!r}: expected name=number, separated by commas") from None
+    if len(dict(found)) < len(found): raise UserError(f"{what} {text!r}: a name appears twice")
+    return dict(found)
 
 
 @verb
@@ -475,6 +480,8 @@ def readiness(
 ):
     "Per model, one at a time: device, gradient, training, checkpoint and latency checks; failures by severity. Exit 1 on a failure."
     from foxhunt.bench.readiness import readiness
+    from foxhunt.core import own_file
+    own_file(out)
     found = readiness(wanted(models), load_params(params, profile), out)
     typer.echo(rows_as_table(found["matrix"]))
     for f in found["failures"]: typer.echo("; ".join(str(v) for v in f.values()))
@@ -488,14 +495,17 @@ def report(
     set: Annotated[Optional[list[str]], typer.Option("-p", help="parameter, name=value; repeat it")] = None,
 ):
     "Execute a report with papermill and turn it into HTML."
-    import logging, papermill, yaml
+    import logging, papermill
+    from ruamel.yaml import YAML, YAMLError
     from nbconvert import HTMLExporter
     from traitlets.config import Config
     from foxhunt.core import atomic_file, own_file
     own_file(out, notebook)
     if not notebook.exists(): raise UserError(f"{notebook}: no such notebook")
     if wrong := [p for p in set or () if "=" not in p]: raise UserError(f"-p {wrong[0]}: expected name=value")
-    given = {k: yaml.safe_load(v) for k, v in (p.split("=", 1) for p in set or ())}
+    try: given = {k: YAML(typ="safe", pure=True).load(v) for k, v in (p.split("=", 1) for p in set or ())}   # as params.yaml is read: 1e-3 is a number
+    except YAMLError as e: raise UserError(f"-p {' '.join(set)}: not a YAML value: {' '.join(str(e).split())[:120]}") from None
+    given = {k: v.isoformat() if hasattr(v, "isoformat") else v for k, v in given.items()}                   # dates stay text
     logging.getLogger("papermill").setLevel(logging.ERROR)
     if unknown := given.keys() - papermill.inspect_notebook(notebook).keys(): raise UserError(f"-p {', '.join(sorted(unknown))}: {notebook} has no such parameter; it has {', '.join(papermill.inspect_notebook(notebook))}")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -183,8 +183,10 @@ def own_file(
     path: str | Path,             # a file that a verb is about to replace
     *inputs: str | Path | None,   # what it reads
 ) -> Path:
-    "The path, if it is no folder and `apart` from the inputs; else a `UserError`."
+    "The path, if a file can be written there and it is `apart` from the inputs; else a `UserError`: at the start, not after hours of work."
     if Path(path).is_dir(): raise UserError(f"{path}: is a folder; name a file")
+    there = next(p for p in Path(path).absolute().parents if p.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK): raise UserError(f"{path}: cannot be written: {there} is {'not a folder' if not there.is_dir() else 'not writable'}")
     return apart(path, *inputs)
 
 

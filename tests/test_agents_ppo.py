@@ -1,5 +1,6 @@
 """PPO: laws that cross notebooks, bad input, and the numbers of Stable-Baselines3 (stored; recomputed under the `peers` marker)."""
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from foxhunt.market.env import make_market
 from foxhunt.market.oracle import oracle
 from foxhunt.models.mlp import ActorCritic
 from foxhunt.params import PPO, Env
+from foxhunt.train import ppo
 from foxhunt.train.dqn import adam, seeded
 from foxhunt.train.ppo import LOSSES, PPOTrainer, Rollout, explained_variance, gae, normalise, ppo_loss, rebuild, update
 from foxhunt.train.replay import walk_split
@@ -46,20 +48,22 @@ def test_ppo_forward_pass_shape():
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("by_hand", (False, True))
 @pytest.mark.parametrize("n", (1, 2, 32))
-def test_every_parameter_gets_a_gradient(n):
+def test_every_parameter_gets_a_gradient(n, by_hand):
     model = net()
     with torch.no_grad(): model.policy_rest[-1].bias.add_(torch.tensor([0.0, 0.5, 1.0]))
-    _, parts = update(model, adam(model, 1e-3), mini(n), torch.zeros(()))
+    _, parts = update(model, adam(model, 1e-3), mini(n), torch.zeros(()), by_hand=by_hand)
     assert torch.isfinite(parts).all() and len(parts) == len(LOSSES) + 1
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 @pytest.mark.unit
-def test_update_waits_for_nothing():
+@pytest.mark.parametrize("by_hand", (False, True))
+def test_update_waits_for_nothing(by_hand):
     with torch.device("meta"):
         model = ActorCritic(4, (16,), 3)
-        _, parts = update(model, torch.optim.SGD(model.parameters(), lr=0.1), Rollout(*(x.to("meta") for x in mini())), torch.zeros(()))
+        _, parts = update(model, torch.optim.SGD(model.parameters(), lr=0.1), Rollout(*(x.to("meta") for x in mini())), torch.zeros(()), by_hand=by_hand)
     assert parts.is_meta
 
 
@@ -107,6 +111,28 @@ def hundred(step, dtype=torch.float64):
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("n", (1, 2, 50))
+@pytest.mark.parametrize("hidden", ((5,), (8, 6), (4, 6, 8)))
+def test_written_gradients_are_those_of_autograd(hidden, n):
+    "Networks of any depth, moved far enough that a part of the items is clipped; entropy and value with weights of their own."
+    model, data, rules = seeded(lambda: ActorCritic(4, hidden, 3), 0, "g").double(), mini(n, dtype=torch.float64), dict(clip_range=0.1, value_coef=0.7, entropy_coef=0.3)
+    with torch.no_grad(): model.policy_rest[-1].weight.mul_(100)
+    made = []
+    for by_hand in (False, True):
+        model.zero_grad()
+        _, parts = update(model, torch.optim.SGD(model.parameters(), lr=0.0), data, torch.zeros(()), max_grad_norm=1e9, by_hand=by_hand, **rules)
+        made.append([parts, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*made, rtol=1e-11, atol=1e-14)
+    assert n < 50 or 0.1 < made[0][0][LOSSES.index("clip_fraction")] < 1
+
+
+@pytest.mark.unit
+def test_written_gradients_make_the_same_hundred_steps():
+    a, b = hundred(update), hundred(functools.partial(update, by_hand=True))
+    assert (a - b).norm() / a.norm() <= 1e-9
+
+
+@pytest.mark.unit
 def test_traced_equals_eager():
     a, b = hundred(update), hundred(torch.compile(update, backend="aot_eager"))
     assert (a - b).norm() / a.norm() <= 1e-5
@@ -120,7 +146,9 @@ def test_compiled_equals_eager():
 
 
 @pytest.mark.unit
-def test_kl_stop_leaves_everything_as_it_is():
+@pytest.mark.parametrize("by_hand", (False, True))
+def test_kl_stop_leaves_everything_as_it_is(by_hand):
+    update = functools.partial(ppo.update, by_hand=by_hand)
     model = net(); opt = adam(model, 1e-2)
     update(model, opt, mini(), torch.zeros(()), target_kl=10.0)
     before, steps = flat(model), opt.state[model.first.weight]["step"].clone()

@@ -4,7 +4,7 @@ import dataclasses, json
 import pytest
 from typer.testing import CliRunner
 
-from foxhunt.bench.budget import LIMIT, Case, batch_of, bench_seconds, budget_report, footprint, largest_of, record_all, stretch, the_card
+from foxhunt.bench.budget import LIMIT, Case, batch_of, bench_seconds, budget_report, read_measured, footprint, largest_of, record_all, stretch, the_card
 from foxhunt.bench.epochs import run_benchmark
 from foxhunt.core import UserError
 from foxhunt.hardware.memory import CARDS, MIB, Trace, static_footprint
@@ -72,6 +72,34 @@ def test_times_come_from_a_real_benchmark_file(tmp_path):
     assert bench_seconds(tmp_path / "bench.json", ["dqn", "tft"], small) == {"dqn": 7 * summary["mean"]} and summary["mean"] > 0
     bench["models"] = {"dqn": {"model": "dqn", "error": "out of memory"}}; (tmp_path / "failed.json").write_text(json.dumps(bench))
     assert bench_seconds(tmp_path / "failed.json", ["dqn"], small) == {}
+
+
+GOOD = {"device": {"gpu": None}, "machine": {"cpu": "a slow CPU"}, "models": {"ppo": {"epoch": {"summary": {"mean": 2.0}}}, "dqn": {"inference": [{"batch": 1, "summary": {"p50": 0.002}}]}}}
+
+
+def test_whose_times_they_are_is_said(tmp_path):
+    "Times of a CPU under the memory of a card: the plans name the CPU, and the DQN's latency meets its threshold."
+    f = tmp_path / "b.json"; f.write_text(json.dumps(GOOD)); r = budget_report(["ppo"], CFG, bench=f)
+    assert r["measured_on"] == "a slow CPU" and any("measured on a slow CPU" in line for line in r["plans"]) and r["seconds"] == {"ppo": 2.0 * CFG.train.ppo.epochs}
+    assert read_measured(f, ["ppo"], CFG).latency_ms == 2.0
+
+
+@pytest.mark.parametrize("text, says", [("NaN", "is nan"), ("-1", "is -1"), ("0", "is 0"), ('"2"', "is '2'"), ("true", "is True"), ("null", "is None"), ("Infinity", "is inf")])
+def test_a_time_that_is_none(tmp_path, text, says):
+    f = tmp_path / "b.json"; f.write_text(json.dumps(GOOD).replace("2.0", text))
+    with pytest.raises(UserError, match=f"b.json: ppo: mean epoch {says}; expected seconds"): read_measured(f, ["ppo"], CFG)
+
+
+@pytest.mark.parametrize("broken", [{"device": None}, {"machine": {}}, {"models": {"ppo": {"epoch": None}}}, {"models": {"ppo": 3}}, {"models": {"ppo": {"epoch": {}}}}])
+def test_a_damaged_benchmark(tmp_path, broken):
+    f = tmp_path / "b.json"; f.write_text(json.dumps(GOOD | broken))
+    with pytest.raises(UserError, match="b.json: damaged"): read_measured(f, ["ppo"], CFG)
+
+
+@pytest.mark.parametrize("gb", [float("nan"), float("inf"), -1, 0, 4096])
+def test_a_card_of_no_size(gb):
+    "4096 are MiB: wrong units are told."
+    with pytest.raises(UserError, match="--vram-gb .*: expected the card's memory in GB"): the_card(gb)
 
 
 def test_bad_input(tmp_path):

@@ -5,6 +5,7 @@ from datetime import date
 import numpy as np
 import pytest
 
+from foxhunt.bench.epochs import merge
 from foxhunt.bench.decide import cloud_cost, decide, lines, local_cost, measured_speedup, model_rows, money, read_bench
 from foxhunt.bench.prices import load_prices
 from foxhunt.core import UserError, jsonable
@@ -49,11 +50,45 @@ def test_rules(scale, answer): assert decide(bench(scale=scale), {}, PRICES).rec
 def test_buffer_and_deadline():
     b = bench(scale=22)
     assert decide(b, {}, PRICES, buffer=0.0).recommendation == "local" and decide(b, {}, PRICES, deadline=28).recommendation == "local" and decide(b, {}, PRICES, deadline=20).recommendation == "cloud"
-    for bad in ({"buffer": -0.1}, {"deadline": 0}):
-        with pytest.raises(UserError): decide(b, {}, PRICES, **bad)
+    for bad in ({"buffer": -0.1}, {"deadline": 0}, {"deadline": -3}, *({k: x} for k in ("buffer", "deadline") for x in (float("nan"), float("inf")))):
+        with pytest.raises(UserError, match=f"--{[*bad][0]}"): decide(b, {}, PRICES, **bad)
 
 
-@pytest.mark.parametrize("gpu", [None, "NVIDIA H200", "Tesla T4"])
+def test_numbers_that_are_none():
+    "NaN is below no limit and above none: it must not slip through a comparison."
+    for s in (float("nan"), float("inf"), 0, -1):
+        with pytest.raises(UserError, match="--speedup: g4dn.xlarge"): decide(bench(), {}, PRICES, speedup={"g4dn.xlarge": s})
+    with pytest.raises(UserError, match="nothing to decide"): decide(bench(), dict.fromkeys(("dqn", "ppo", "mamba2", "tft"), 0), PRICES)
+
+
+@pytest.mark.parametrize("name, gpu, same", [("RTX 3050", "NVIDIA GeForce RTX 3050 Ti Laptop GPU", False), ("rtx3050-ti laptop", LAPTOP, True), ("T4", "Tesla T4", True), ("H100", "NVIDIA H100 80GB HBM3", False)])
+def test_a_card_is_known_by_its_whole_name(name, gpu, same):
+    import dataclasses
+    assert (decide(bench(gpu), {}, dataclasses.replace(PRICES, local=name)).basis == "local GPU") == same
+
+
+def test_the_data_behind_the_hours_is_named():
+    b = bench()
+    for m in b["models"].values(): m["data"] = {"hash": "x", "rows": 6225, "unit": "bars", "synthetic": None}
+    assert any("6,225 bars" in r for r in decide(b, {}, PRICES).reasons) and not decide(b, {}, PRICES).warnings
+    b["models"]["tft"]["data"] = {"hash": "y", "rows": 4096, "unit": "bars", "synthetic": "random walk"}
+    warnings = " | ".join(decide(b, {}, PRICES).warnings)
+    assert "tft: measured on a synthetic table" in warnings and "dqn, ppo, mamba2 on 6,225 bars; tft on 4,096 bars" in warnings
+
+
+def test_hours_of_two_machines_do_not_add_up():
+    one, two = (bench(None, leave_out=gone) for gone in (("dqn", "ppo"), ("mamba2", "tft")))
+    assert not decide(merge([one, two]), {}, PRICES).missing
+    with pytest.raises(UserError, match="two devices: .*a CPU.* and .*another"): merge([one, two | {"machine": {"cpu": "another"}}])
+
+
+def test_what_would_change_a_cloud_answer_is_something_that_changes_it():
+    "A missed deadline within hours: no talk of 24 h."
+    d = decide(bench(), {}, PRICES, deadline=0.1)
+    assert d.recommendation == "cloud" and any("deadline of" in c for c in d.would_change) and not any("below 24 h" in c for c in d.would_change)
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H200", "Tesla T4", "NVIDIA GeForce RTX 3050 Laptop GPU", "NVIDIA GeForce RTX 3050 Ti"])
 def test_no_other_device_counts_as_the_local_gpu(gpu):
     for scale in (1, 40, 100):
         d = decide(bench(gpu, scale), {}, PRICES)
@@ -84,7 +119,12 @@ def test_a_decision_is_plain_json(): assert json.loads(json.dumps(jsonable(decid
 def test_an_old_price_table_warns_and_a_broken_one_is_named(tmp_path):
     assert decide(bench(), {}, load_prices(today=date(2027, 3, 1))).warnings
     f = tmp_path / "p.toml"
-    for text, says in (('[cloud.x]\nusd_per_hour = -1\n[meta]\nas_of = 2026-01-01', "more than 0"), ("[local]\nwatts = nan", "watts must be more than 0"), ("[cloud]\n", "as_of is missing"), ("[cloud]\n[meta]\nas_of = 2026-01-01", "no .cloud")):
+    whole = '[meta]\nas_of = {}\n[cloud.x]\nusd_per_hour = 1\ngpu = "T4"\ngpu_count = 1\nvram_gb = 16\n{}'
+    f.write_text(whole.format("2026-07-30", "")); assert load_prices(f, date(2026, 8, 1)).offer("x").vram_gb == 16
+    f.write_text(whole.format("2099-01-01", "")); assert "has not come" in load_prices(f, date(2026, 8, 1)).warnings[0]
+    for text, says in ((whole.format("2026-07-30T10:00:00", ""), "expected a day"), (whole.format("2026-07-30", "usd_hour = 3"), "unknown key usd_hour"), ("[cloud]\nx = 3\n[meta]\nas_of = 2026-07-30", "expected a table"),
+                       ("meta = 3", "expected a table"), ("local = 3", "expected a table"), ("cloud = [1]\n[meta]\nas_of = 2026-07-30", "expected a table"), ("[local]\nwatt = 3", "unknown key watt"), ('[local]\nname = " "', "name is empty"), ('[meta]\ncurrency = "EUR"', "USD"),
+                       ('[cloud.x]\nusd_per_hour = -1\n[meta]\nas_of = 2026-01-01', "more than 0"), ("[local]\nwatts = nan", "watts must be more than 0"), ("[cloud]\n", "as_of is missing"), ("[cloud]\n[meta]\nas_of = 2026-01-01", "no .cloud")):
         f.write_text(text)
         with pytest.raises(UserError, match=says): load_prices(f)
 
@@ -94,6 +134,9 @@ def test_what_is_no_benchmark_is_named(tmp_path):
     without = lambda *path: json.dumps(drop(json.loads(json.dumps(good)), path))
     def drop(x, path): (drop(x[path[0]], path[1:]) if path[1:] else x.pop(path[0])); return x
     cases = ["{}", "[]", "", "3", without("format"), without("device"), without("device", "gpu"), without("models"), without("models", "dqn", "health"), without("models", "tft", "epoch", "samples"), json.dumps(good).replace("[0.0", '["x", 0.0', 1)]
+    cases += [json.dumps(good).replace("[0.0", f"[{x}, 0.0", 1) for x in ("NaN", "Infinity", "-1", "0", "true", "null")] + [json.dumps(good).replace('"device_used_mib": 500.0', f'"device_used_mib": {x}', 1) for x in ('"lots"', "-5", "NaN")]
+    cases += [json.dumps(good).replace('"stable": true', '"stable": "no"', 1), json.dumps(good).replace('"model": "dqn"', '"model": "ppo"', 1), json.dumps(good).replace('"epoch": {', '"epoch": null, "x": {', 1)]
+    assert json.dumps(good) not in cases
     for text in cases:
         f.write_text(text)
         with pytest.raises(UserError, match="b.json") as e: read_bench(f)

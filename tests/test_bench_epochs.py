@@ -8,6 +8,7 @@ import torch
 from foxhunt.bench import epochs as e
 from foxhunt.bench.decide import decide
 from foxhunt.core import UserError, read_json
+from foxhunt.hardware.audit import named_tensors
 from foxhunt.params import Params
 
 
@@ -85,6 +86,22 @@ def test_out_of_memory_is_recorded_and_the_rest_goes_on(small, monkeypatch, tmp_
 @pytest.mark.parametrize("models, options, says", [([], {}, "no models"), (["dqn", "alstm"], {}, "unknown model"), (["dqn"], {"device": "cuda:7"}, "not there")])
 def test_bad_requests(small, models, options, says):
     with pytest.raises(UserError, match=says): e.run_benchmark(models, None, small, 3, None, **({"device": "cpu"} | options))
+
+
+@pytest.mark.parametrize("out, says", [("/dev/null/b.json", "cannot be written"), ("/proc/b.json", "cannot be written"), (".", "is a folder")])
+def test_a_place_that_cannot_be_written_is_told_before_the_measuring(small, monkeypatch, out, says):
+    monkeypatch.setattr(e, "bench_model", lambda *a, **k: pytest.fail("measured first"))
+    with pytest.raises(UserError, match=says): e.run_benchmark(["dqn"], None, small, 3, out, "cpu")
+
+
+def test_the_profile_holds_kernels_and_memory_over_time(small):
+    b = e.run_benchmark(["ppo"], None, small, 3, None, "cpu", True, batches=(4,), seconds=0.02)["models"]["ppo"]["profile"]
+    assert b["kernels"] and 0 < sum(k["share"] for k in b["kernels"]) <= 1 and len(b["memory"]) > 5 and max(r["mib"] for r in b["memory"]) > 0
+
+
+def test_a_run_in_half_precision_evaluates_in_it(small):
+    cpu = torch.device("cpu"); w = e.in_precision(e.spec("ppo").workload(small, e.synthetic("agent")), "bf16", cpu); m = e.build(w, cpu)
+    assert {t.dtype for _, t in named_tensors(w.infer(m, w.batch(2, cpu)))} == {torch.bfloat16}
 
 
 def test_a_model_without_code_is_named(monkeypatch):

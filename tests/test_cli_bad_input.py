@@ -217,3 +217,40 @@ def test_help_is_still_help(here):
 
 
 def test_a_second_cpu_is_not_there(market): refused(train("o", "--device", "cpu:3"), "cpu:3", "--device cpu")
+
+
+def test_report_reads_values_as_params_yaml_does(here):
+    "1e-3 is a number (YAML 1.1 makes it text), a date stays text; what is not a value gets one line."
+    import nbformat
+    v4 = nbformat.v4
+    book = v4.new_notebook(cells=[v4.new_code_cell("lr = 0.0\nday = ''\nsizes = []", metadata={"tags": ["parameters"]}), v4.new_code_cell("assert (lr, day, sizes) == (0.001, '2024-01-02', [1, 2]), (lr, day, sizes)")],
+                          metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
+    nbformat.write(book, "t.ipynb")
+    result = foxhunt("report", "t.ipynb", "out/t.ipynb", "-p", "lr=1e-3", "-p", "day=2024-01-02", "-p", "sizes=[1, 2]")
+    assert result.exit_code == 0, result.output
+    refused(foxhunt("report", "t.ipynb", "out/t.ipynb", "-p", "sizes=[1"), "-p sizes=[1", "not a YAML value")
+    refused(foxhunt("report", "t.ipynb", "out/t.ipynb", "-p", "batch=3"), "batch", "no such parameter")
+    refused(foxhunt("report", "t.ipynb", "out/t.ipynb", "-p", "lr=1"), "AssertionError", "cell 2")
+
+
+def test_numbers_that_are_none(here):
+    for wrong in ("nan", "inf", "0", "-1"):
+        refused(foxhunt("monitor", "--interval", wrong), "--interval", "more than 0 seconds")
+        refused(foxhunt("monitor", "--ceiling", wrong), "--ceiling", "more than 0 MiB")
+    from foxhunt.cli import pairs
+    from foxhunt.core import UserError
+    with pytest.raises(UserError, match="a name appears twice"): pairs("dqn=1,dqn=2", "--epochs")
+
+
+def test_audit_looks_at_the_sizes_of_params_yaml(here, monkeypatch):
+    "The audit builds the user's model, not the default one."
+    import foxhunt.hardware.audit as A
+    from foxhunt.core import UserError
+    from foxhunt.models.mlp import parameters
+    from foxhunt.train.registry import workload
+    def look(factory, index, kwargs):
+        assert factory == "foxhunt.train.registry:workload"
+        raise UserError(f"{parameters(workload(**json.loads(json.dumps(kwargs))).model())} parameters")
+    monkeypatch.setattr(A, "audit", look)
+    Path("params.yaml").write_text("train: {dqn: {hidden: [4]}}\n")
+    refused(foxhunt("audit", "--models", "dqn"), f"{256 * 4 + 4 + 4 * 11 + 11} parameters")

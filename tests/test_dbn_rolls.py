@@ -9,11 +9,13 @@ from hypothesis import given, settings, strategies as st
 import databento_dbn as dbn
 from _dbn import DAY, MINUTE, bars as messages, definition, ns, write
 from foxhunt.core import UserError
-from foxhunt.data.bars import load_bars, make_bars
-from foxhunt.data.features import NAMES, features
-from foxhunt.data.rolls import ADJUST, changes, continuous, roll_cost, segments, source_roller
+from foxhunt.data.bars import findings, load_bars, make_bars
+from foxhunt.data.dbn import dbn_files, is_dbn
+from foxhunt.data.features import NAMES, features, make_features
+from foxhunt.data.rolls import ADJUST, changes, continuous, roll_cost, schedule, segments, source_roller
 from foxhunt.data.sessions import session_dates
 from foxhunt.market.contracts import contract
+from foxhunt.params import Features
 
 FX, SIX = "CMEGlobex_FX", contract("6E")
 PRICES = ["open", "high", "low", "close"]
@@ -62,6 +64,20 @@ def test_a_roll_sees_earlier_sessions_only(seed, share):
     assert (same.instrument_id[keep[keep].index] == whole.instrument_id[keep]).all()            # this session's volumes decide nothing before its end
 
 
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_the_volume_rule_by_hand(seed):
+    "Session by session from sets and sums; the order of the rows says nothing."
+    bars = market(seed, missing=0.6); rolls, first = schedule(bars.sample(frac=1, random_state=seed % 2**16), "volume", calendar=FX)
+    ts = bars.ts_event.astype("int64"); date = session_dates(ts.to_numpy(), FX); volume = bars.groupby([date, "instrument_id"]).volume.sum().unstack(fill_value=0)
+    held = want = first; expected = []
+    for before, now in zip(volume.index[:-1], volume.index[1:]):
+        known = volume.loc[before][lambda v: v.index >= held]; want = max(want, known.idxmax()) if known.max() > known[held] else want
+        both = set.intersection(*({*ts[(date == now.to_datetime64()) & (bars.instrument_id == i)]} for i in (held, want))) if want > held else ()
+        if both: expected.append((min(both), held, want)); held = want
+    assert [(r.ts, r.old, r.new) for r in rolls] == expected
+
+
 def test_no_overlapping_bar_is_an_error_that_names_both():
     bars = market(1); gone = bars[~((bars.symbol == "6EH4") & (bars.ts_event >= bars.ts_event.min() + pd.Timedelta("3D")))]
     late = gone[(gone.symbol == "6EH4") | (gone.ts_event >= gone.ts_event.min() + pd.Timedelta("3D"))]
@@ -100,6 +116,20 @@ def test_a_parent_download_becomes_one_series(how, session, tmp_path):
     assert made["contracts"]["6E"]["quality"]["dbn"]["spreads"] == {"6EH4-6EM4": 600}
     values = np.asarray(features(six, SIX, MINUTE)); jump = abs(six.close.to_numpy()[at + 1] - six.close.to_numpy()[at])[0]
     assert values.shape == (600, len(NAMES)) and jump > 0.003                                # the splice is there; the features of 17 keep it out (their own laws)
+
+
+def test_ratio_adjusted_bars_are_said_and_refused(tmp_path):
+    "Their old prices never traded: ticks and profits before a roll would be rescaled."
+    src = parent(tmp_path / "src"); make = lambda adjust: make_bars(src, tmp_path / adjust, contract=SIX, roll=source_roller(src, "volume", adjust, calendar=FX))["contracts"]["6E"]["quality"]
+    assert "rescaled by ratio" in findings(make("ratio")) and "ratio" not in findings(make("difference"))
+    with pytest.raises(UserError, match="6E is adjusted by ratio.*make the bars again with adjust none or difference"): make_features(tmp_path / "ratio", tmp_path / "out", Features(), {"6E": SIX})
+    assert len(make_features(tmp_path / "difference", tmp_path / "out", Features(), {"6E": SIX})) == 600
+
+
+@pytest.mark.parametrize("name, yes", [("6E.dbn", True), ("6E.DBN.ZST", True), ("6E.dbn.zst.part", False), ("6E.csv", False)])
+def test_a_databento_name_in_any_case(name, yes, tmp_path):
+    (tmp_path / name).write_bytes(b""); (tmp_path / "other.dbn").write_bytes(b"")
+    assert is_dbn(tmp_path / name) == is_dbn(name) == yes and (tmp_path / name in dbn_files(tmp_path)) == yes
 
 
 def test_what_a_roll_costs():

@@ -97,6 +97,11 @@ def test_report_is_plain_small_and_honest(tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["equity.parquet", "metrics.json"] and [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_short_split_says_no_interval():
+    short = report(t := synthetic_table(bars=30_000, kind="drift"), TEST, backtest(t, TEST, Env(), np.full(len(t), 5)), draws=5)["policy"]
+    assert short["sessions"] < 30 and short["sharpe"]["value"] is not None and short["sharpe"]["low"] is None and short["sharpe"]["n"] == short["sessions"]
+
+
 def test_a_result_does_not_replace_something_else(tmp_path):
     r = backtest(TABLE, TEST, Env(), np.zeros(len(TABLE)))
     for name, other in (("thesis", "thesis.txt"), ("forecast", "metrics.json"), ("mixed", "equity.parquet")):

@@ -9,8 +9,9 @@ from scipy import stats
 
 from foxhunt.data.windows import TEST, TRAIN, UNUSED, VAL, synthetic_table, window_ends
 from foxhunt.evaluate.forecast import ENOUGH, block_interval, judged
+from foxhunt.evaluate import metrics
 from foxhunt.evaluate.metrics import cagr, class_scores, confusion, drawdown, per_session, pinball, sharpe
-from foxhunt.evaluate.significance import deflated_sharpe, iqm, moments, probabilistic_sharpe
+from foxhunt.evaluate.significance import deflated_sharpe, iqm, moments, probabilistic_sharpe, seed_summary
 from foxhunt.evaluate.splits import fold_table, look, seal, walk_forward
 from foxhunt.train.forecast import q_risk
 
@@ -20,10 +21,17 @@ profits = st.lists(st.floats(-1e4, 1e4).map(lambda x: round(x, 2)), min_size=3, 
 @given(profits, st.floats(0.01, 1000))
 @settings(max_examples=60, deadline=None)
 def test_sharpe_has_no_unit_and_a_sign(x, scale):
-    a, b, c = sharpe(x), sharpe(x * scale), sharpe(-x)
+    a, b, c = sharpe(x, least=0), sharpe(x * scale), sharpe(-x, least=0)
     if math.isnan(a.value): assert math.isnan(c.value); return
     assert a.low <= a.value <= a.high and (c.value, c.low, c.high) == (-a.value, -a.high, -a.low)
     assert b.value == pytest.approx(a.value, rel=1e-6)
+
+
+@pytest.mark.parametrize("n", [3, 10, metrics.ENOUGH - 1, metrics.ENOUGH, 250])
+def test_a_short_record_gets_no_interval(n):
+    "Below `ENOUGH` sessions the interval is overconfident (the notebook shows how much), so none is given; the ratio itself stays."
+    s = sharpe(np.random.default_rng(n).standard_t(4, n)); assert math.isfinite(s.value) and s.n == n
+    assert math.isfinite(s.low) == math.isfinite(s.high) == (n >= metrics.ENOUGH)
 
 
 @given(profits)
@@ -91,7 +99,27 @@ def test_few_blocks_are_never_sure(blocks):
     losses = {"m": 0.5 + 1e-3 * np.random.default_rng(0).normal(size=20 * blocks), "last": np.ones(20 * blocks)}
     said = judged("m", losses, 20)
     assert said["blocks"] == blocks and ("m beats" in said["verdict"]) == (blocks >= ENOUGH)
-    assert (f"only {blocks} independent block" in said["verdict"]) == (blocks < ENOUGH)
+    few = "1 independent block is too few" if blocks == 1 else f"{blocks} independent blocks are too few"
+    assert (few in said["verdict"]) == ("m shows no edge over the best simple rule (last)" in said["verdict"]) == (blocks < ENOUGH)
+
+
+@pytest.mark.parametrize("shift, begins, ends", [
+    (0.2, "m shows no edge over the best simple rule (last): its loss is 20.0% higher", "beyond chance (the 95% interval of the difference excludes zero)"),
+    (0.001, "m shows no edge over the best simple rule (last): its loss is 0.1% higher", "may be chance (the 95% interval of the difference includes zero)"),
+    (-0.2, "m beats the best simple rule (last): its loss is 20.0% lower", "beyond chance (the 95% interval of the difference excludes zero)")])
+def test_a_verdict_is_one_plain_sentence(shift, begins, ends):
+    noise = 0.1 * np.random.default_rng(0).normal(size=400)
+    said = judged("m", {"m": 1 + shift + noise - noise.mean(), "last": np.ones(400)}, 10)["verdict"]
+    assert said.startswith(begins) and said.endswith(ends) and said.count(": ") == 1
+
+
+@pytest.mark.parametrize("net, says", [
+    ({s: 500.0 + s for s in range(12)}, "above every simple rule: net 506, the interquartile mean of 12 seeds (95 % interval "),
+    ({0: -50.0, 1: 80.0, 2: 10.0}, "no edge found: net 13, the interquartile mean of 3 seeds (95 % interval ")])
+def test_seeds_in_one_sentence(net, says):
+    "The oracle is a ceiling, not a rule that was beaten."
+    text = seed_summary(net, {"long": 100.0, "oracle": 9000.0})["text"]
+    assert text.startswith(says) and "against long 100 (oracle 9,000)" in text and ("3 seeds are too few for a claim" in text) == (len(net) < 10)
 
 
 @settings(max_examples=20, deadline=None)

@@ -2,8 +2,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -142,3 +144,54 @@ def test_around_a_command(stubs, tmp_path):
     rc, n = run(code, stubs["complete"])
     lines = (tmp_path / "gpu.csv").read_text().splitlines()
     assert rc == 0 and len(lines) == n + 1 and lines[0].startswith("time,gpu_percent,memory_used_mib")
+
+
+SAVES = "import sys, time\nprint('up', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: time.sleep(0.5); open(sys.argv[1], 'w').write('saved'); sys.exit(0)"
+
+
+def test_an_interrupted_command_saves_what_it_has(tmp_path):
+    "Interrupting the monitor must not kill a training that is writing its checkpoint."
+    code = f"import sys; from foxhunt.hardware.monitor import monitor_command; print(monitor_command([sys.executable, '-c', {SAVES!r}, {str(tmp_path / 'ckpt')!r}])[0])"
+    p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, start_new_session=True)
+    try:
+        assert p.stdout.readline() == "up\n"
+        p.send_signal(signal.SIGINT); out, _ = p.communicate(timeout=60)
+    finally: p.kill()
+    assert out.strip() == "130" and (tmp_path / "ckpt").read_text() == "saved"
+
+
+def grown(m, skip, watch):
+    "Bytes that a monitor holds more after `watch` further samples."
+    from foxhunt.hardware.nvml import Sample
+    def feed(a, b):
+        for k in range(a, b): m.add(Sample(float(k), gpu=float(k % 40), memory_used=135.0, temperature=55.0, power=50.0, energy=1.0 * k, throttle="thermal" if k % 7 else ""))
+    feed(0, skip); tracemalloc.start()
+    try: feed(skip, skip + watch); return tracemalloc.get_traced_memory()[0]
+    finally: tracemalloc.stop()
+
+
+@pytest.mark.parametrize("samples", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_a_million_samples_stay_bounded(tmp_path, samples):
+    "The whole monitor with its file, not its statistics alone; one that keeps every sample is found by the same measure."
+    from foxhunt.hardware.monitor import Monitor
+    warn = lambda s: None
+    with (tmp_path / "gpu.csv").open("w") as f:
+        m = Monitor(ceiling=100, warn=warn); m.file = f
+        late = grown(m, samples - 40_000, 40_000)
+    assert m.stats.samples == samples and len(m.stats.timeline) <= 2048 and late < 500_000, late
+    assert sum(1 for _ in (tmp_path / "gpu.csv").open()) == samples
+    leaky = Monitor(warn=warn); leaky.stats.keep = 10**9
+    assert grown(leaky, 1000, 40_000) > 5_000_000
+
+
+@needs_cc
+def test_the_summary_lies_beside_the_csv(stubs, tmp_path):
+    r = run(f"""
+import json, time
+from foxhunt.hardware.monitor import Monitor
+with Monitor({str(tmp_path / 'gpu.csv')!r}, interval=0.05) as m: time.sleep(0.4)
+print(json.dumps(dict(samples=m.summary().samples)))
+""", stubs["complete"])
+    kept = json.loads((tmp_path / "gpu.summary.json").read_text())
+    assert kept["samples"] == r["samples"] == len((tmp_path / "gpu.csv").read_text().splitlines()) - 1 > 2
+    assert kept["device"] == "Stub 4 GB" and kept["memory_total"] == 4096 and kept["energy_source"] == "counter" and kept["ranges"]["all"]["temperature"][0] > 0

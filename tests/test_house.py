@@ -148,9 +148,9 @@ TIMELESS = {"epochs", "lr", "gamma", "checkpoint_every", "horizon", "smooth"}   
 
 
 def test_benchmarks_depend_on_every_size_and_on_no_learning_rate():
-    import yaml
-    train = yaml.safe_load((ROOT / "params.yaml").read_text())["train"]
-    bench = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]["bench"]
+    yaml = pytest.importorskip("ruamel.yaml").YAML(typ="safe")
+    train = yaml.load((ROOT / "params.yaml").read_text())["train"]
+    bench = yaml.load((ROOT / "dvc.yaml").read_text())["stages"]["bench"]
     for name, item in bench["foreach"].items():
         names = {expand(p, name, item) for p in bench["do"]["params"]}
         assert {p for p in names if p.startswith("train.")} == {f"train.{name}.{k}" for k in train[name].keys() - TIMELESS}, name

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['LIMIT', 'REPORTED', 'MARKS', 'BATCHES', 'Case', 'case_workload', 'recorded', 'record_all', 'stretch', 'footprint',
-           'largest_of', 'sizes', 'footprint_rows', 'bench_seconds', 'batch_of', 'the_card', 'budget_report']
+           'largest_of', 'sizes', 'footprint_rows', 'Measured', 'read_measured', 'bench_seconds', 'batch_of',
+           'the_card', 'budget_report']
 
 # %% ../../nbs/bench/75_budget.ipynb #f96388a8
-import dataclasses, sys
+import dataclasses, math, sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..core import UserError, progress, read_json
 from ..hardware.audit import Workload, in_fork, named_tensors
-from ..hardware.memory import CARDS, MIB, Card, Footprint, OutOfMemory, Trace, plans, record, replay, static_footprint, thresholds
+from ..hardware.memory import CARDS, MIB, Card, Footprint, OutOfMemory, Plan, Trace, plans, record, replay, static_footprint, thresholds
 from ..params import Params
 from ..train.registry import spec, workload
 
@@ -132,25 +133,50 @@ def footprint_rows(models: Sequence[str], params: Params, peak: Mapping[str, Foo
     for name in models:
         w = workload(name, params); n, copies, values = sizes(w)
         s = static_footprint(n, copies, values); f = peak[name]
-        rows.append(dict(model=name, source="computed (weights + target + batch)", parameters=n, networks=copies, batch=w.batch_size, fp32_mb=s["fp32"], int8_mb=s["int8"], fp16_mb=s["fp16"],
+        rows.append(dict(model=name, source="computed (weights + target + batch)", parameters=n, networks=copies, batch=w.batch_size, **{f"{k}_mb": v for k, v in s.items()},
                          training_fp32_mb=f.allocated / MIB, training_over_footprint=f.allocated / MIB / s["fp32"]))
-        if name == "dqn": rows.append(dict(model=name, source="reported by seed 004 (leaves out gradients, optimizer, activations)", parameters=791_051, networks=2, batch=32, fp32_mb=REPORTED["fp32"], int8_mb=REPORTED["int8"], fp16_mb=REPORTED["fp16"], training_fp32_mb=None, training_over_footprint=None))
+        if name == "dqn":
+            rows.append(dict(model=name, source="reported by seed 004 (leaves out gradients, optimizer, activations)", parameters=791_051, networks=2, batch=32,
+                             **{f"{k}_mb": v for k, v in REPORTED.items()}, training_fp32_mb=None, training_over_footprint=None))
     return rows
 
-# %% ../../nbs/bench/75_budget.ipynb #70bec162
-def bench_seconds(
+# %% ../../nbs/bench/75_budget.ipynb #98b6d17c
+@dataclass(frozen=True)
+class Measured:
+    "What a budget takes from a benchmark."
+    seconds: dict[str, float]          # model -> seconds of its configured epochs; without a time: left out
+    on: str = ""                       # the device that they were measured on
+    latency_ms: float | None = None    # of the DQN's forward of one
+
+
+def _positive(x: Any, where: str) -> float:
+    if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf: raise UserError(f"{where} is {x!r}; expected seconds above 0, measure it again")
+    return float(x)
+
+
+def read_measured(
     bench: Path | str | None,   # JSON of `foxhunt bench`
     models: Sequence[str],
     params: Params,
-) -> dict[str, float]:          # model -> seconds of its configured epochs; without a time: left out
-    "Training times from a benchmark. A file that is not one is a `UserError`."
-    if bench is None: return {}
-    found = read_json(bench).get("models")
+) -> Measured:
+    "Times from a benchmark, and whose they are. A file that is not one, or is damaged, is a `UserError`."
+    if bench is None: return Measured({})
+    whole = read_json(bench); found = whole.get("models")
     if not isinstance(found, Mapping): raise UserError(f"{bench}: no `models` in it; make it with `foxhunt bench --out {bench}`")
-    epoch = {m: found[m]["epoch"] for m in models if "epoch" in found.get(m, {})}     # a model that failed, or only infers, has none
-    return {m: e["summary"]["mean"] * spec(m).config(params).epochs for m, e in epoch.items()}
+    try:
+        mean = {m: found[m]["epoch"]["summary"]["mean"] for m in models if "epoch" in found.get(m, {})}     # a model that failed, or only infers, has none
+        seconds = {m: _positive(x, f"{bench}: {m}: mean epoch") * spec(m).config(params).epochs for m, x in mean.items()}
+        forward = next((r["summary"]["p50"] for r in found.get("dqn", {}).get("inference", ()) if r["batch"] == 1), None)
+        on = whole["device"]["gpu"] or whole["machine"]["cpu"]
+    except (KeyError, TypeError, AttributeError) as e: raise UserError(f"{bench}: damaged, or not whole ({type(e).__name__} {e}); measure again") from None
+    return Measured(seconds, on, None if forward is None else 1e3 * _positive(forward, f"{bench}: dqn: forward"))
 
-# %% ../../nbs/bench/75_budget.ipynb #98b6d17c
+
+def bench_seconds(bench: Path | str | None, models: Sequence[str], params: Params) -> dict[str, float]:
+    "The times alone, see `read_measured`."
+    return read_measured(bench, models, params).seconds
+
+# %% ../../nbs/bench/75_budget.ipynb #59c774ca
 BATCHES = (32, 64, 128, 256)
 
 
@@ -160,7 +186,8 @@ def _cases(name: str, params: Params) -> dict[str, list[Case]]:
     look = getattr(cfg, "lookback", None)
     shape = [Case(name, "fp32", b, look // 2)] if look and look >= 16 else []
     if hasattr(cfg, "grad_checkpoint"): shape.append(Case(name, "fp32", b, None, True))   # the models whose networks have the switch
-    return {"precision": [Case(name, "fp32", b), Case(name, "fp32", 2 * b), Case(name, "amp", b), Case(name, "bf16", b), *([] if name in ("tft", "tlob") else [Case(name, "bf16", 2 * b)])], "shape": shape}
+    half = [Case(name, "bf16", b)] if name in ("tft", "tlob") else [Case(name, "bf16", b), Case(name, "bf16", 2 * b)]
+    return {"precision": [Case(name, "fp32", b), Case(name, "fp32", 2 * b), Case(name, "amp", b), *half], "shape": shape}
 
 
 def batch_of(name: str, params: Params) -> int:
@@ -171,63 +198,87 @@ def batch_of(name: str, params: Params) -> int:
 
 def the_card(vram_gb: float) -> Card:
     "The 3050 Ti for 4 GB; for another size the same with that memory."
+    if not 0 < vram_gb < 1024: raise UserError(f"--vram-gb {vram_gb:g}: expected the card's memory in GB, more than 0 and below 1,024")
     base = CARDS["RTX 3050 Ti Laptop"]; memory = int(vram_gb * 1024) * MIB
     if memory <= base.context: raise UserError(f"--vram-gb {vram_gb:g}: the CUDA context alone takes {base.context // MIB} MiB; give the card's whole memory")
     return base if memory == base.memory else dataclasses.replace(base, name=f"card with {vram_gb:g} GB", memory=memory)
 
 
 def _row(f: Footprint, card: Card, params: Params) -> dict:
-    mb = lambda x: x / MIB
-    return dict(model=f.name, precision=f.precision, batch=f.batch, length=f.length or getattr(spec(f.name).config(params), "lookback", None), grad_checkpoint=f.grad_checkpoint, allocated_mb=mb(f.allocated), reserved_mb=mb(f.reserved),
-                **{f"{c}_mb": mb(f.categories.get(c, 0)) for c in MARKS}, context_mb=mb(card.context), headroom_mb=mb(card.memory - f.total), fits=f.fits)
+    length = f.length or getattr(spec(f.name).config(params), "lookback", None)
+    return dict(model=f.name, precision=f.precision, batch=f.batch, length=length, grad_checkpoint=f.grad_checkpoint, allocated_mb=f.allocated / MIB, reserved_mb=f.reserved / MIB,
+                **{f"{c}_mb": f.categories.get(c, 0) / MIB for c in MARKS}, context_mb=card.context / MIB, headroom_mb=(card.memory - f.total) / MIB, fits=f.fits)
 
 # %% ../../nbs/bench/75_budget.ipynb #4084d4cf
+def _peaks(m: str, traces: Mapping[Case, Trace], card: Card, params: Params) -> tuple[dict[tuple, Footprint], list[dict]]:  # (model, precision, batch) -> footprint; largest batches
+    "One model at every precision and batch, from its recordings."
+    peak, largest, b = {}, [], batch_of(m, params)
+    for p in ("fp32", "amp", "bf16"):
+        first, second = Case(m, p, b), Case(m, p, 2 * b)
+        if first not in traces: continue
+        peak[m, p, b] = footprint(traces[first], first, b, card)
+        if second not in traces: continue
+        pair = traces[first], traces[second], (b, 2 * b)
+        peak |= {(m, p, n): footprint(t, first, n, card) for n in BATCHES if n != b and (t := stretch(*pair, n)) is not None}
+        top = largest_of(*pair, card)
+        largest.append(dict(model=m, precision=p, batch=b, largest_batch=top, at_least=top == LIMIT, margin=0.05))
+    if (m, "bf16", b) in peak: peak[m, "fp16", b] = dataclasses.replace(peak[m, "bf16", b], precision="fp16")   # the same widths
+    return peak, largest
+
+
+def _of_the_dqn(peak: Mapping[tuple, Footprint], base: Footprint, card: Card, latency_ms: float | None) -> dict[str, list[dict]]:
+    "Seed 004's thresholds, and several agents on one card."
+    checks = thresholds(peak.get(("dqn", "fp32", 32), base), peak.get(("dqn", "fp32", 256), base), latency_ms)
+    def crew(n: int) -> dict:
+        one, many = n * base.reserved + card.context, n * base.total
+        return dict(agents=n, one_process_mb=one / MIB, processes_mb=many / MIB, fits_one_process=one <= card.memory, fits_processes=many <= card.memory)
+    return {"Thresholds of seed 004 for the DQN (target, predicted actual, status)": [dataclasses.asdict(c) for c in checks], "Several DQNs at once (predicted)": [crew(n) for n in (1, 4, 8)]}
+
+
+def _plan_rows(drawn: Sequence[Plan]) -> list[dict]:
+    contexts = lambda p: "one for each" if p.kind == "parallel" and "each process" in p.why else "one"
+    return [dict(plan=p.kind, precision=p.precision, contexts=contexts(p), peak_mb=p.peak / MIB, headroom_mb=p.headroom / MIB, fits=p.fits,
+                 shortest_s=p.seconds and p.seconds[0], longest_s=p.seconds and p.seconds[1], why=p.why) for p in drawn]
+
+
+def _said(drawn: Sequence[Plan], models: Sequence[str], bench: Path | None, got: Measured, card: Card) -> list[str]:
+    "The plans in words."
+    out = [f"{p} ({p.why})" for p in drawn if p.precision in ("fp32", "bf16")]
+    if bench and (lost := sorted(set(models) - set(got.seconds))): out.append(f"no time for {', '.join(lost)} in {bench}: the plans' times are unknown")
+    elif got.seconds: out.append(f"times measured on {got.on}, whatever the card; memory predicted for {card.name}")
+    return [*out, "int8 is for inference: an update is smaller than one of its steps. Parallel training is planned in bf16 (fp16 has the same size and needs "
+            "loss scaling) with float32 master weights, gradients and optimizer state."]
+
+# %% ../../nbs/bench/75_budget.ipynb #84823ecf
 def budget_report(
     models: list[str],
     params: Params,
     vram_gb: float = 4.0,        # memory of the card, GB of 1024 MiB
     bench: Path | None = None,   # result of `foxhunt bench`, for times
-    latency_ms: float | None = None,   # measured inference of the DQN, for its threshold
+    latency_ms: float | None = None,   # measured inference of the DQN, for its threshold; None: the benchmark's
 ) -> dict:                       # card, tables {title: rows}, plans (lines); MB are MiB, as in seed 004
     "Predicted memory of every model, the largest batches, thresholds and plans."
     card, models = the_card(vram_gb), [spec(m).name for m in models]
-    seconds = bench_seconds(bench, models, params)
-    asked = {m: _cases(m, params) for m in models}
+    got, asked = read_measured(bench, models, params), {m: _cases(m, params) for m in models}
     found = record_all([c for a in asked.values() for c in (*a["precision"], *a["shape"])], params)
     traces = {c: t for c, t in found.items() if isinstance(t, Trace)}; failed = {c: t for c, t in found.items() if c not in traces}
-    if bad := next((c for c in failed if c.precision == "fp32"), None): raise UserError(f"{bad.model}: its training step fails on the pretend GPU, `foxhunt audit --models {bad.model}` says where: {failed[bad]}")
+    if bad := next((c for c in failed if c.precision == "fp32"), None):
+        raise UserError(f"{bad.model}: its training step fails on the pretend GPU, `foxhunt audit --models {bad.model}` says where: {failed[bad]}")
     peak, rows, shapes, largest = {}, [], [], []
     for m in models:
-        b = batch_of(m, params)
-        for p in ("fp32", "amp", "bf16"):
-            first, second = Case(m, p, b), Case(m, p, 2 * b)
-            if first in failed: continue
-            peak[m, p, b] = footprint(traces[first], first, b, card)
-            if second in traces:
-                for n in (n for n in BATCHES if n != b):
-                    t = stretch(traces[first], traces[second], (b, 2 * b), n)
-                    if t is not None: peak[m, p, n] = footprint(t, first, n, card)
-                top = largest_of(traces[first], traces[second], (b, 2 * b), card)
-                largest.append(dict(model=m, precision=p, batch=b, largest_batch=top, at_least=top == LIMIT, margin=0.05))
-        if (m, "bf16", b) in peak: peak[m, "fp16", b] = dataclasses.replace(peak[m, "bf16", b], precision="fp16")   # the same widths
-        shapes += [_row(peak[m, "fp32", b], card, params)] * bool(asked[m]["shape"]) + [_row(footprint(traces[c], c, b, card), card, params) for c in asked[m]["shape"]]
-        rows += [_row(f, card, params) for k, f in peak.items() if k[0] == m]
+        mine, tops = _peaks(m, traces, card, params); peak |= mine; largest += tops
+        if asked[m]["shape"]: shapes.append(_row(mine[m, "fp32", batch_of(m, params)], card, params))
+        shapes += [_row(footprint(traces[c], c, c.batch, card), card, params) for c in asked[m]["shape"]]
+        rows += [_row(f, card, params) for f in mine.values()]
     base = {m: peak[m, "fp32", batch_of(m, params)] for m in models}
     tables = {"Predicted peak of a training update": rows}
     if failed: tables["Cannot be trained so"] = [dict(model=c.model, precision=c.precision, batch=c.batch, error=e) for c, e in failed.items()]
     if shapes: tables["Predicted peak by length and gradient checkpointing"] = shapes
     tables["Predicted largest batch"] = largest
     tables["Footprint by seed 004's formula beside the predicted training peak"] = footprint_rows(models, params, base)
-    if "dqn" in models:
-        checks = [*thresholds(peak.get(("dqn", "fp32", 32), base["dqn"]), peak.get(("dqn", "fp32", 256), base["dqn"]), latency_ms)]
-        tables["Thresholds of seed 004 for the DQN (target, predicted actual, status)"] = [dataclasses.asdict(c) for c in checks]
-        tables["Several DQNs at once (predicted)"] = [dict(agents=n, one_process_mb=(n * base["dqn"].reserved + card.context) / MIB, processes_mb=n * base["dqn"].total / MIB, fits_one_process=n * base["dqn"].reserved + card.context <= card.memory, fits_processes=n * base["dqn"].total <= card.memory) for n in (1, 4, 8)]
+    if "dqn" in models: tables |= _of_the_dqn(peak, base["dqn"], card, got.latency_ms if latency_ms is None else latency_ms)
     chosen = [f for m in models for p in ("fp32", "amp", "bf16", "fp16") if (f := peak.get((m, p, batch_of(m, params))))]
-    drawn = [p for together in (True, False) for p in plans(chosen, card, seconds or None, together) if together or p.kind == "parallel"]
-    tables["Training plans"] = [dict(plan=p.kind, precision=p.precision, contexts="one for each" if p.kind == "parallel" and "each process" in p.why else "one", peak_mb=p.peak / MIB, headroom_mb=p.headroom / MIB, fits=p.fits,
-                                     shortest_s=p.seconds and p.seconds[0], longest_s=p.seconds and p.seconds[1], why=p.why) for p in drawn]
-    lost = sorted(set(models) - set(seconds))
-    lines = [f"{p} ({p.why})" for p in drawn if p.precision in ("fp32", "bf16")]
-    lines += [f"no time for {', '.join(lost)} in {bench}: the plans' times are unknown"] if bench and lost else []
-    lines += ["int8 is for inference: an update is smaller than one of its steps. Parallel training is planned in bf16 (fp16 has the same size and needs loss scaling) with float32 master weights, gradients and optimizer state."]
-    return {"card": dataclasses.asdict(card) | {"capacity": card.capacity}, "profile": params.profile, "seconds": seconds, "kind": "predicted", "tables": tables, "plans": lines}
+    drawn = [p for together in (True, False) for p in plans(chosen, card, got.seconds or None, together) if together or p.kind == "parallel"]
+    tables["Training plans"] = _plan_rows(drawn)
+    return {"card": dataclasses.asdict(card) | {"capacity": card.capacity}, "profile": params.profile, "seconds": got.seconds, "measured_on": got.on,
+            "kind": "predicted", "tables": tables, "plans": _said(drawn, models, bench, got, card)}

@@ -9,7 +9,7 @@ __all__ = ['HORIZONS', 'DEFAULT_EPOCHS', 'THROTTLING', 'ACCUMULATION', 'AGAIN', 
            'cloud_rows', 'lines']
 
 # %% ../../nbs/bench/73_decide.ipynb #90fdc405
-import math
+import math, re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 
 from .epochs import duration
 from .prices import Offer, Prices
-from .stats import forecast, summarize, t_quantile
+from .stats import Summary, forecast, summarize, t_quantile
 from ..core import UserError, jsonable, read_json
 
 # %% ../../nbs/bench/73_decide.ipynb #936add4c
@@ -37,7 +37,22 @@ def money(usd: float | None) -> str:
     "Cents matter below ten of them."
     return "unknown" if usd is None else f"${usd:,.2f}" if usd >= 0.1 or usd == 0 else f"${usd:.2g}"
 
-# %% ../../nbs/bench/73_decide.ipynb #7455467a
+# %% ../../nbs/bench/73_decide.ipynb #3d623e22
+def _number(x: Any) -> bool: return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _check_entry(where: str, m: Mapping[str, Any]) -> None:
+    "What a decision reads of one trained model."
+    samples, health, memory = m["epoch"]["samples"], m["health"], m.get("memory") or {}
+    if not isinstance(samples, list): raise TypeError("samples are no list")
+    wrong = next((i for i, x in enumerate(samples) if not (_number(x) and x > 0)), None)
+    if wrong is not None: raise UserError(f"{where}: epoch sample {wrong} is {samples[wrong]!r}; expected seconds above 0, measure it again")
+    if not isinstance(health["stable"], bool) or not isinstance(health.get("warnings") or [], list): raise TypeError("health")
+    for k in ("device_used_mib", "reserved_mib"):
+        x = memory.get(k)
+        if x is not None and not (_number(x) and x >= 0): raise UserError(f"{where}: memory {k} is {x!r}; expected MiB")
+
+
 def read_bench(path: str | Path) -> dict[str, Any]:
     "A result of `foxhunt bench`. Another file, or one without what a decision needs, is a `UserError`."
     bench = read_json(path)
@@ -45,9 +60,8 @@ def read_bench(path: str | Path) -> dict[str, Any]:
     try:
         _ = bench["machine"]["cpu"], [bench["device"][k] for k in ("type", "name", "gpu")]
         for name, m in bench["models"].items():
-            if "epoch" not in m: continue
-            _ = m["model"], m["health"]["stable"]
-            if not all(x > 0 for x in m["epoch"]["samples"]): raise UserError(f"{path}: {name}: an epoch of no time; measure it again")
+            if m["model"] != name: raise UserError(f"{path}: {name}: holds the measurement of {m['model']}; measure again")
+            if "epoch" in m: _check_entry(f"{path}: {name}", m)
     except (KeyError, TypeError, AttributeError) as e: raise UserError(f"{path}: damaged, or not whole ({type(e).__name__} {e}); measure again") from None
     return bench
 
@@ -94,15 +108,24 @@ def hours_for(
     return Hours(epochs, f.seconds / 3600, epochs * low / 3600, epochs * high / 3600, False)
 
 
+def _doubts(s: Summary, promised: bool) -> list[str]:
+    "What the samples themselves leave open."
+    out = []
+    if not promised and not s.steady_state: out.append("epoch times drift: no 95 % interval, the range of the samples stands in")
+    elif not promised: out.append(f"only {s.used} epochs measured: a wide interval without their correlation; measure at least 7")
+    if k := len(s.outliers):
+        out.append(f"{k} stalled epoch{'s are' if k > 1 else ' is'} in the mean of {s.n} ({duration(s.mean)} with, {duration(s.trimmed_mean)} without them)")
+    return out
+
+
 def model_forecast(m: Mapping[str, Any], epochs: int, vram_mib: float, cuda: bool) -> ModelForecast:
     "From one model's entry in the benchmark."
     samples, health, memory = m["epoch"]["samples"], m["health"], m.get("memory") or {}
     t, s = hours_for(samples, epochs), summarize(samples)
-    high, notes = t.high, list(health.get("warnings") or ())
-    if not t.promised: notes.append("epoch times drift: no 95 % interval, the range of the samples stands in" if not s.steady_state else f"only {s.used} epochs measured: a wide interval without their correlation; measure at least 7")
-    if s.outliers: notes.append(f"{len(s.outliers)} stalled epoch{'s are' if len(s.outliers) > 1 else ' is'} in the mean of {s.n} ({duration(s.mean)} with, {duration(s.trimmed_mean)} without them)")
+    high, notes = t.high, [*(health.get("warnings") or ()), *_doubts(s, t.promised)]
     peak = memory.get("device_used_mib") if memory.get("device_used_mib") is not None else memory.get("reserved_mib")
-    if peak is not None and peak > vram_mib: high *= ACCUMULATION; notes.append(f"peak {peak:,.0f} MiB is above {vram_mib:,.0f} MiB: gradient accumulation, 2-4 times as long")
+    if peak is not None and peak > vram_mib:
+        high *= ACCUMULATION; notes.append(f"peak {peak:,.0f} MiB is above {vram_mib:,.0f} MiB: gradient accumulation, 2-4 times as long")
     if cuda: high *= THROTTLING; notes.append("a long run may throttle: up to 20 % longer")
     if not health["stable"]: high *= AGAIN; notes.append("not stable: count on training it again after the cure")
     return ModelForecast(m["model"], s.mean, t, high, tuple(hours_for(samples, n) for n in HORIZONS), peak, bool(health["stable"]), tuple(notes))
@@ -128,8 +151,8 @@ def cloud_option(offer: Offer, hours: float, prices: Prices, speedup: float | No
     there = hours / speedup if speedup else None
     usd = cloud_cost(there, offer) if there is not None else None
     saved = (usd - local_cost(hours, prices)) / (hours - there) if there is not None and there < hours else None
-    return CloudOption(offer.name, f"{offer.gpu_count} x {offer.gpu}", offer.usd_per_hour, speedup, there, usd, cloud_cost(hours, offer), saved, offer.usd_per_hour / prices.local_usd_per_hour,
-                       None if peak_mib is None else peak_mib <= offer.vram_gb * 1024)
+    return CloudOption(offer.name, f"{offer.gpu_count} x {offer.gpu}", offer.usd_per_hour, speedup, there, usd, cloud_cost(hours, offer), saved,
+                       offer.usd_per_hour / prices.local_usd_per_hour, None if peak_mib is None else peak_mib <= offer.vram_gb * 1024)
 
 
 def measured_speedup(
@@ -140,14 +163,16 @@ def measured_speedup(
     "How much sooner the whole training ends there. Unequal work is a `UserError`."
     time = {}
     for side, b in (("here", here), ("there", there)):
-        if gone := [m for m in epochs if "epoch" not in b["models"].get(m, {})]: raise UserError(f"speed-up: {', '.join(gone)} not measured {side}")
+        gone = [m for m in epochs if "epoch" not in b["models"].get(m, {})]
+        if gone: raise UserError(f"speed-up: {', '.join(gone)} not measured {side}")
         time[side] = sum(n * float(np.mean(b["models"][m]["epoch"]["samples"])) for m, n in epochs.items())
     for m in epochs:
         for key in ("batch", "precision", "config", "data"):
-            if here["models"][m].get(key) != there["models"][m].get(key): raise UserError(f"speed-up: {m} was measured with another {key} on the two machines")
+            same = here["models"][m].get(key) == there["models"][m].get(key)
+            if not same: raise UserError(f"speed-up: {m} was measured with another {key} on the two machines")
     return time["here"] / time["there"]
 
-# %% ../../nbs/bench/73_decide.ipynb #3d623e22
+# %% ../../nbs/bench/73_decide.ipynb #14fdc99d
 @dataclass(frozen=True)
 class CardPlan:
     "Whether the models fit the local card, one after another or side by side; memory in MiB, CUDA context included."
@@ -162,14 +187,17 @@ class CardPlan:
 def card_plan(peaks: Mapping[str, float | None], vram_mib: float) -> CardPlan:
     "Whether the peaks (MiB, CUDA context included) fit the card, and what follows."
     unknown = [m for m, p in peaks.items() if p is None]
-    if unknown or not peaks: return CardPlan(vram_mib, None, None, None, None, f"memory on the card not measured for {', '.join(unknown) or 'any model'}; `foxhunt budget` predicts it")
+    if unknown or not peaks:
+        return CardPlan(vram_mib, None, None, None, None, f"memory on the card not measured for {', '.join(unknown) or 'any model'}; `foxhunt budget` predicts it")
     top, total = max(peaks.values()), sum(peaks.values()); worst = max(peaks, key=peaks.get)
-    if total <= vram_mib: plan = f"side by side fits ({total:,.0f} of {vram_mib:,.0f} MiB); one after another is the safer order, side by side is faster only where a model leaves the card idle"
+    if total <= vram_mib:
+        plan = (f"side by side fits ({total:,.0f} of {vram_mib:,.0f} MiB); one after another is the safer order, "
+                "side by side is faster only where a model leaves the card idle")
     elif top <= vram_mib: plan = f"one after another: the largest, {worst}, takes {top:,.0f} of {vram_mib:,.0f} MiB; side by side would need {total:,.0f}"
     else: plan = f"{worst} needs {top:,.0f} MiB, the card has {vram_mib:,.0f}: smaller micro-batches with gradient accumulation, then one after another"
     return CardPlan(vram_mib, top <= vram_mib, total <= vram_mib, top, total, plan)
 
-# %% ../../nbs/bench/73_decide.ipynb #14fdc99d
+# %% ../../nbs/bench/73_decide.ipynb #07c8e946
 LOCAL_BELOW, CLOUD_ABOVE = 24.0, 48.0   # hours
 
 
@@ -200,29 +228,43 @@ class Decision:
     def to_json(self) -> dict: return jsonable(asdict(self))
 
 
+_BRANDS = {"nvidia", "geforce", "quadro", "tesla", "amd", "radeon", "gpu"}   # words that some names have and others leave out
+
+
+def _plain(gpu: str | None) -> str:
+    "A card's name without brand, case and separators: an RTX 3050 is no RTX 3050 Ti."
+    return "".join(w for w in re.findall(r"[a-z0-9]+", (gpu or "").lower()) if w not in _BRANDS)
+
+
 def basis_of(bench: Mapping[str, Any], prices: Prices) -> tuple[str, str]:
     "Whose time was measured, and its name."
     d = bench["device"]
     if d["type"] == "cpu": return "CPU", bench["machine"]["cpu"]
-    plain = lambda s: "".join(c for c in (s or "").lower() if c.isalnum())
-    return ("local GPU" if plain(prices.local) in plain(d["gpu"]) else "other GPU"), d["gpu"] or d["name"]
+    return ("local GPU" if _plain(prices.local) == _plain(d["gpu"]) else "other GPU"), d["gpu"] or d["name"]
 
 
 def _zone(low: float, high: float) -> str:
     if high < LOCAL_BELOW: return "local"
     return "cloud" if low > CLOUD_ABOVE else "your choice"
 
-# %% ../../nbs/bench/73_decide.ipynb #07c8e946
+# %% ../../nbs/bench/73_decide.ipynb #f544571c
+def _unanswered(basis: str, zone: str, span: str, missing: Sequence[str], local: str) -> str | None:
+    "Why there is no answer; None: there is one."
+    if missing:
+        sure = " What was measured is already above 48 h." if zone == "cloud" else ""
+        return f"not measured: {', '.join(missing)}; they can only add to the {span} of the others.{sure}"
+    if basis == "other GPU": return f"measured on another GPU than the local {local}: its time here is unknown (if this is the local card, set [local] name in --prices)"
+    if basis == "CPU" and zone != "local": return f"on this CPU {span}; the time of the local {local} is unknown: run `foxhunt bench` on it"
+    return None
+
+
 def _recommend(basis: str, missing: Sequence[str], judged: tuple[float, float], deadline: float | None, prices: Prices) -> tuple[str, list[str]]:
     "The rules, and each that was applied in words."
     low, high = judged; zone = _zone(low, high); span = f"{low:.3g} to {high:.3g} h with the buffer"
-    if missing:
-        sure = " What was measured is already above 48 h." if zone == "cloud" else ""
-        return "incomplete", [f"not measured: {', '.join(missing)}; they can only add to the {span} of the others.{sure}"]
-    if basis == "other GPU": return "incomplete", [f"measured on another GPU than the local {prices.local}: its time here is unknown (if this is the local card, set [local] name in --prices)"]
-    if basis == "CPU" and zone != "local": return "incomplete", [f"on this CPU {span}; the time of the local {prices.local} is unknown: run `foxhunt bench` on it"]
-    why = {"local": f"{span}: below {LOCAL_BELOW:g} h", "cloud": f"{span}: above {CLOUD_ABOVE:g} h", "your choice": f"{span}: not clearly below {LOCAL_BELOW:g} h or above {CLOUD_ABOVE:g} h"}[zone]
-    reasons = [why] + ([f"measured on the CPU, which is enough by itself; the time of the local {prices.local} is unknown and is not claimed"] if basis == "CPU" else [])
+    if (why := _unanswered(basis, zone, span, missing, prices.local)) is not None: return "incomplete", [why]
+    rule = {"local": f"below {LOCAL_BELOW:g} h", "cloud": f"above {CLOUD_ABOVE:g} h", "your choice": f"not clearly below {LOCAL_BELOW:g} h or above {CLOUD_ABOVE:g} h"}
+    reasons = [f"{span}: {rule[zone]}"]
+    if basis == "CPU": reasons.append(f"measured on the CPU, which is enough by itself; the time of the local {prices.local} is unknown and is not claimed")
     if deadline is not None and zone != "cloud":
         meets = high <= deadline
         reasons.append(f"deadline {deadline:g} h: local training {'meets' if meets else 'may miss'} it"); zone = "local" if meets else "cloud"
@@ -234,20 +276,33 @@ def _change(zone: str, judged: tuple[float, float], missing: Sequence[str], clou
     low, high = judged; out = []
     if missing: out.append(f"measuring {', '.join(missing)}")
     if zone == "local" and high > 0: out.append(f"{LOCAL_BELOW / high:.3g} times as many epochs (or bars) would reach {LOCAL_BELOW:g} h")
-    if zone == "cloud": out.append(f"{low / LOCAL_BELOW:.3g} times fewer epochs would bring it below {LOCAL_BELOW:g} h")
+    if zone == "cloud" and low > LOCAL_BELOW: out.append(f"{low / LOCAL_BELOW:.3g} times fewer epochs would bring it below {LOCAL_BELOW:g} h")
+    if zone == "cloud" and deadline is not None and high > deadline: out.append(f"a deadline of {high:.3g} h or more, or {high / deadline:.3g} times fewer epochs")
     if zone == "your choice" and deadline is None: out.append("a deadline (--deadline HOURS) settles it; so does a longer benchmark where the interval is wide")
     if basis != "local GPU": out.append("a benchmark on the local GPU")
-    unknown = [c for c in cloud if c.speedup is None]
-    if unknown: c = min(unknown, key=lambda c: c.cheaper_above); out.append(f"a measured speed-up: {c.name} ({c.gpu}) would be the cheaper way only above {c.cheaper_above:.0f} times the measured machine")
+    if unknown := [c for c in cloud if c.speedup is None]:
+        c = min(unknown, key=lambda c: c.cheaper_above)
+        out.append(f"a measured speed-up: {c.name} ({c.gpu}) would be the cheaper way only above {c.cheaper_above:.0f} times the measured machine")
     return out
 
 # %% ../../nbs/bench/73_decide.ipynb #7122d7cc
 def _plan_hours(epochs: Mapping[str, int], models: Mapping[str, Any]) -> dict[str, int]:
     "Epochs of every model to decide on: the required ones, and any other that was trained in the benchmark; 0 leaves a model out, by name."
-    known = DEFAULT_EPOCHS | {m: 1_000 for m, e in models.items() if m not in DEFAULT_EPOCHS and e.get("epoch")}
-    if unknown := epochs.keys() - known.keys() - models.keys(): raise UserError(f"--epochs: no model {sorted(unknown)[0]!r}; known: {', '.join({**known, **models})}")
+    plan = DEFAULT_EPOCHS | {m: 1_000 for m, e in models.items() if m not in DEFAULT_EPOCHS and e.get("epoch")}
+    unknown = epochs.keys() - plan.keys() - models.keys()
+    if unknown: raise UserError(f"--epochs: no model {sorted(unknown)[0]!r}; known: {', '.join({**plan, **models})}")
     if bad := [m for m, n in epochs.items() if n < 0]: raise UserError(f"--epochs: {bad[0]}={epochs[bad[0]]} must be at least 0")
-    return known | dict(epochs)
+    plan |= epochs
+    if not any(plan.values()): raise UserError("--epochs: 0 for every model leaves nothing to decide on")
+    return plan
+
+
+def _check_wishes(deadline: float | None, buffer: float, speedup: Mapping[str, float], prices: Prices) -> None:
+    "Numbers that a user gave; NaN and infinity are none."
+    if deadline is not None and not 0 < deadline < math.inf: raise UserError(f"--deadline {deadline:g}: expected a number of hours, more than 0")
+    if not 0 <= buffer < math.inf: raise UserError(f"--buffer {buffer:g}: expected a share, at least 0")
+    for name, s in speedup.items():
+        if prices.offer(name) and not 0 < s < math.inf: raise UserError(f"--speedup: {name}={s:g} must be a number more than 0")
 
 
 def _choose(cloud: Sequence[CloudOption], deadline: float | None) -> CloudOption:
@@ -255,6 +310,25 @@ def _choose(cloud: Sequence[CloudOption], deadline: float | None) -> CloudOption
     able = [c for c in cloud if c.fits is not False] or list(cloud)
     known = [c for c in able if c.hours is not None and (deadline is None or c.hours <= deadline)]
     return min(known, key=lambda c: c.usd) if known else min(able, key=lambda c: c.usd_per_hour)
+
+
+def _chosen(c: CloudOption) -> str:
+    if c.hours is not None: return f"{c.name}: {c.hours:.3g} h, {money(c.usd)}"
+    return f"{c.name}: the cheapest by the hour; its speed-up is unknown, so are its hours and its cost: measure there first"
+
+# %% ../../nbs/bench/73_decide.ipynb #047964c3
+def _measured_with(bench: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[list[str], list[str]]:  # reasons, warnings
+    "Data and sizes behind the hours."
+    data = {m: e["data"] for m, e in measured.items() if (e.get("data") or {}).get("rows")}
+    tables: dict[tuple, list[str]] = {}
+    for m, d in data.items(): tables.setdefault((d.get("hash"), d["rows"], d.get("unit", "bars")), []).append(m)
+    reasons = [f"{', '.join(ms)}: the hours are for {rows:,} {unit}, sizes of profile {bench.get('profile', 'unknown')}" for (_, rows, unit), ms in tables.items()]
+    warn = []
+    if made := ", ".join(m for m, d in data.items() if d.get("synthetic")):
+        warn.append(f"{made}: measured on a synthetic table; pass --features to `foxhunt bench` for the hours of your data")
+    if sum(unit == "bars" for _, _, unit in tables) > 1:
+        warn.append("measured on different data: " + "; ".join(f"{', '.join(ms)} on {rows:,} {unit}" for (_, rows, unit), ms in tables.items()))
+    return reasons, warn
 
 
 def decide(
@@ -270,45 +344,49 @@ def decide(
     "Forecast, cost, recommendation. A required model without a measurement makes it `incomplete`, by name."
     from foxhunt.bench.prices import load_prices
     if not isinstance(bench.get("models"), Mapping) or "device" not in bench: raise UserError("not a result of `foxhunt bench`")
-    if buffer < 0 or deadline is not None and deadline <= 0: raise UserError("buffer must be at least 0 and the deadline more than 0 hours")
     prices, want, speedup = prices or load_prices(), _plan_hours(epochs or {}, bench["models"]), dict(speedup or {})
-    for name, s in speedup.items():
-        if prices.offer(name) and not s > 0: raise UserError(f"--speedup: {name}={s} must be more than 0")
+    _check_wishes(deadline, buffer, speedup, prices)
     basis, on = basis_of(bench, prices); vram = prices.local_vram_gb * 1024
     measured = {m: e for m, e in bench["models"].items() if want.get(m) and len(e.get("epoch", {}).get("samples", ())) > 1}
     missing = tuple(m for m, n in want.items() if n and m not in measured)
     models = tuple(model_forecast(measured[m], want[m], vram, basis != "CPU") for m in want if m in measured)
     hours, low, high = (float(sum(x)) for x in ([f.training.hours for f in models], [f.training.low for f in models], [f.high_with_risks for f in models]))
     judged = (low * (1 + buffer), high * (1 + buffer))
-    peaks = {f.model: f.peak_mib if f.peak_mib is not None else (memory or {}).get(f.model) for f in models}; card = card_plan(peaks, vram)
+    card = card_plan({f.model: f.peak_mib if f.peak_mib is not None else (memory or {}).get(f.model) for f in models}, vram)
     cloud = tuple(cloud_option(o, hours, prices, speedup.get(o.name), card.largest_mib) for o in prices.offers)
     zone, reasons = _recommend(basis, missing, judged, deadline, prices)
     pick = _choose(cloud, deadline) if zone == "cloud" else None
-    if pick: reasons.append(f"{pick.name}: " + (f"{pick.hours:.3g} h, {money(pick.usd)}" if pick.hours is not None else "the cheapest by the hour; its speed-up is unknown, so are its hours and its cost: measure there first"))
-    reasons += [f"{f.model}: {n}" for f in models for n in f.notes] + [f"{m}: left out, 0 epochs asked for" for m, n in want.items() if not n]
+    if pick: reasons.append(_chosen(pick))
+    rests, doubts = _measured_with(bench, measured)
+    reasons += [f"{f.model}: {n}" for f in models for n in f.notes] + rests + [f"{m}: left out, 0 epochs asked for" for m, n in want.items() if not n]
     errors = [f"{m}: {e['error']}" for m, e in bench["models"].items() if "error" in e]
-    return Decision(zone, basis, on, hours if basis == "local GPU" else None, hours, low, high, judged, buffer, deadline, missing, models, local_cost(hours, prices), cloud, pick.name if pick else None, card,
-                    bool(models) and not missing and all(f.stable for f in models), tuple(reasons), tuple(_change(zone, judged, missing, cloud, deadline, basis)), prices.warnings + tuple(errors))
+    return Decision(zone, basis, on, hours if basis == "local GPU" else None, hours, low, high, judged, buffer, deadline, missing, models, local_cost(hours, prices), cloud,
+                    pick.name if pick else None, card, bool(models) and not missing and all(f.stable for f in models), tuple(reasons),
+                    tuple(_change(zone, judged, missing, cloud, deadline, basis)), (*prices.warnings, *doubts, *errors))
 
-# %% ../../nbs/bench/73_decide.ipynb #f544571c
+# %% ../../nbs/bench/73_decide.ipynb #d7e10117
 def model_rows(d: Decision) -> list[dict[str, object]]:
     "One row per model."
-    span = lambda h: f"{duration(h.hours * 3600)} ({duration(h.low * 3600)} to {duration(h.high * 3600)}{'' if h.promised else ', no promise'})"
-    rows = [{"model": f.model, "per_epoch": duration(f.epoch_s), "epochs": f.training.epochs, "training": span(f.training)} | {f"{h.epochs:,} epochs": duration(h.hours * 3600) for h in f.estimates}
-            | {"peak_mib": f.peak_mib, "stable": f.stable} for f in d.models]
+    def span(h: Hours) -> str: return f"{duration(h.hours * 3600)} ({duration(h.low * 3600)} to {duration(h.high * 3600)}{'' if h.promised else ', no promise'})"
+    rows = [{"model": f.model, "per_epoch": duration(f.epoch_s), "epochs": f.training.epochs, "training": span(f.training),
+             **{f"{h.epochs:,} epochs": duration(h.hours * 3600) for h in f.estimates}, "peak_mib": f.peak_mib, "stable": f.stable} for f in d.models]
     return rows + [dict.fromkeys(rows[0] if rows else ("model", "per_epoch"), None) | {"model": m, "per_epoch": "not measured"} for m in d.missing]
 
 
 def cloud_rows(d: Decision) -> list[dict[str, object]]:
     "One row per rented machine."
-    return [{"machine": c.name, "gpu": c.gpu, "per_hour": money(c.usd_per_hour), "speedup": c.speedup or "unknown", "hours": "unknown" if c.hours is None else f"{c.hours:.3g}", "cost": money(c.usd), "at_equal_speed": money(c.usd_at_equal_speed),
-             "usd_per_hour_saved": money(c.usd_per_hour_saved) if c.usd_per_hour_saved is None or c.usd_per_hour_saved >= 0 else "cheaper and sooner", "cheaper_above": f"{c.cheaper_above:.0f}x", "fits": {None: "unknown", True: "yes", False: "no"}[c.fits]} for c in d.cloud]
+    def saved(c: CloudOption) -> str: return money(c.usd_per_hour_saved) if c.usd_per_hour_saved is None or c.usd_per_hour_saved >= 0 else "cheaper and sooner"
+    return [{"machine": c.name, "gpu": c.gpu, "per_hour": money(c.usd_per_hour), "speedup": c.speedup or "unknown", "hours": "unknown" if c.hours is None else f"{c.hours:.3g}",
+             "cost": money(c.usd), "at_equal_speed": money(c.usd_at_equal_speed), "usd_per_hour_saved": saved(c), "cheaper_above": f"{c.cheaper_above:.0f}x",
+             "fits": {None: "unknown", True: "yes", False: "no"}[c.fits]} for c in d.cloud]
 
 
 def lines(d: Decision) -> list[str]:
     "The answer in words, for the command line."
+    def span(low: float, high: float) -> str: return f"{duration(low * 3600)} to {duration(high * 3600)}"
+    gpu = "unknown" if d.local_gpu_hours is None else duration(d.local_gpu_hours * 3600)
     out = [f"Recommendation: {d.recommendation}" + (f" ({d.choice})" if d.choice else "") + (f", without {', '.join(d.missing)}" if d.missing else ""),
-           f"Measured on: {d.measured_on} ({d.basis}); time of the local GPU: {'unknown' if d.local_gpu_hours is None else duration(d.local_gpu_hours * 3600)}",
-           f"Total: {duration(d.hours * 3600)} ({duration(d.low * 3600)} to {duration(d.high * 3600)} with risks); judged with {d.buffer:.0%} buffer: {duration(d.judged[0] * 3600)} to {duration(d.judged[1] * 3600)}",
+           f"Measured on: {d.measured_on} ({d.basis}); time of the local GPU: {gpu}",
+           f"Total: {duration(d.hours * 3600)} ({span(d.low, d.high)} with risks); judged with {d.buffer:.0%} buffer: {span(*d.judged)}",
            f"Local electricity: {money(d.local_usd)}" + (", if the local machine took as long" if d.basis == "CPU" else ""), f"Card: {d.card.plan}"]
     return out + [f"Because {r}" for r in d.reasons] + [f"Would change it: {c}" for c in d.would_change] + [f"Warning: {w}" for w in d.warnings]

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['ENOUGH', 'BATCH', 'Times', 'stopwatch', 'known', 'time_epochs', 'configure', 'in_precision', 'time_updates',
-           'batch_scaling', 'time_inference', 'top_kernels', 'cpu_against_gpu', 'memory_peaks', 'gpu_reader',
-           'data_facts', 'require_code', 'bench_model', 'run_benchmark', 'merge', 'duration', 'summary_rows']
+           'batch_scaling', 'time_inference', 'memory_timeline', 'top_kernels', 'crossover', 'cpu_against_gpu',
+           'memory_peaks', 'gpu_reader', 'data_facts', 'require_code', 'bench_model', 'run_benchmark', 'merge',
+           'duration', 'summary_rows']
 
 # %% ../../nbs/bench/71_epochs.ipynb #70bd9a35
-import dataclasses, gc, importlib.util, math, time, typing
+import dataclasses, gc, importlib.util, itertools, math, tempfile, time, typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from .stats import forecast, mean_interval, summarize, warm_up, drift
-from ..core import UserError, choose_device, jsonable, machine, progress, synchronize, write_json
+from ..core import UserError, choose_device, jsonable, machine, own_file, progress, synchronize, write_json, writing
 from ..hardware.audit import Workload, build, training_step
 from ..hardware.batch_size import is_out_of_memory, release
 from ..params import Params
@@ -89,21 +90,25 @@ def time_epochs(
     reading: Callable[[], dict | None] = lambda: None,   # of the device, between epochs
 ) -> dict[str, Any]:
     "Times, statistics and health of up to `epochs` epochs."
-    history, readings, weights = [], [], lambda: {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
-    before = [weights()]
+    history, readings, device_done = [], [], wait or (lambda: synchronize(trainer.device))
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
     def after(i: int, metrics: dict) -> None:
         history.append({"epoch": i + 1, **known(metrics, trainer)}); readings.append(reading())
-    def run() -> dict: return trainer.run_epoch()
-    t = stopwatch(run, epochs, wait=wait or (lambda: synchronize(trainer.device)), clock=clock, budget_s=budget_s, target=target, after=after)
-    moved = update_ratio(before[0], dict(trainer.model.named_parameters()))
-    v = verdict(history, trainer.name, dead=dead_parameters(trainer.model))
+    t = stopwatch(lambda: trainer.run_epoch(), epochs, wait=device_done, clock=clock, budget_s=budget_s, target=target, after=after)
     s = summarize(t.samples, "epoch")
-    numbers = {k: [h[k] for h in history if isinstance(h.get(k), (int, float))] for k in history[0] if k != "epoch"}
     return jsonable({
         "epoch": {"unit": "seconds per epoch", "first_epoch_s": t.first_s, "samples": t.samples, "stopped": t.stopped, "budget_s": budget_s, "summary": asdict(s),
                   "estimates": {str(n): asdict(forecast(s, n)) for n in (1_000, 2_000, 10_000, 50_000)}},
-        "health": asdict(v) | {"averages": {k: float(np.mean(x)) for k, x in numbers.items() if x}, "weights_moved": {"median": float(np.median([*moved.values()])), "max": max(moved.values())} if moved else None},
-        "history": history, "readings": readings if any(r is not None for r in readings) else None})
+        "health": _health(trainer, history, before), "history": history, "readings": readings if any(r is not None for r in readings) else None})
+
+
+def _health(trainer: Any, history: Sequence[Mapping[str, Any]], before: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    "The verdict, the averages of every metric, and how far the weights went from `before`."
+    moved = [*update_ratio(before, dict(trainer.model.named_parameters())).values()]
+    numbers = {k: [h[k] for h in history if isinstance(h.get(k), (int, float))] for k in history[0] if k != "epoch"}
+    return asdict(verdict(history, trainer.name, dead=dead_parameters(trainer.model))) | {
+        "averages": {k: float(np.mean(x)) for k, x in numbers.items() if x},
+        "weights_moved": {"median": float(np.median(moved)), "max": max(moved)} if moved else None}
 
 # %% ../../nbs/bench/71_epochs.ipynb #b4c6b193
 BATCH = {"ppo": "minibatch"}   # the field that holds the batch size; `batch` for the others
@@ -130,11 +135,13 @@ def configure(
 
 # %% ../../nbs/bench/71_epochs.ipynb #2c79640d
 def in_precision(w: Workload, precision: str, device: torch.device) -> Workload:
-    "The workload with its matrix products in this precision; weights and optimizer stay fp32."
+    "The workload with its matrix products in this precision, forward passes of the evaluation too; weights and optimizer stay fp32."
     if precision == "fp32": return w
-    def loss(m, b):
-        with torch.autocast(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]): return w.loss(m, b)
-    return dataclasses.replace(w, loss=loss)
+    def under(fn: Callable) -> Callable:
+        def run(m, b):
+            with torch.autocast(device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]): return fn(m, b)
+        return run
+    return dataclasses.replace(w, loss=under(w.loss), infer=under(w.infer))
 
 
 def time_updates(
@@ -150,7 +157,8 @@ def time_updates(
     n = batch or w.batch_size
     m = build(w, device); opt = w.optimizer(m)
     t = stopwatch(lambda: training_step(w, m, opt, w.batch(n, device)), most, wait=lambda: synchronize(device), clock=clock, budget_s=budget_s, target=0)
-    return jsonable({"unit": "seconds per update", "batch": n, "first_s": t.first_s, "samples": t.samples, "stopped": t.stopped, "summary": asdict(summarize(t.samples, "update"))})
+    return jsonable({"unit": "seconds per update", "batch": n, "first_s": t.first_s, "samples": t.samples, "stopped": t.stopped,
+                     "summary": asdict(summarize(t.samples, "update"))})
 
 # %% ../../nbs/bench/71_epochs.ipynb #7d3a16bc
 def batch_scaling(
@@ -170,7 +178,8 @@ def batch_scaling(
             if not is_out_of_memory(e): raise
             rows.append({"batch": n, "fits": False, "why": str(e).splitlines()[0]}); break
         s = t["summary"]["p50"]
-        rows.append({"batch": n, "fits": True, "update_s": s, "samples_per_s": n / s, "n": t["summary"]["used"], "samples": t["samples"], "peak_mib": torch.cuda.max_memory_allocated(device) / 2**20 if cuda else None})
+        rows.append({"batch": n, "fits": True, "update_s": s, "samples_per_s": n / s, "n": t["summary"]["used"], "samples": t["samples"],
+                     "peak_mib": torch.cuda.max_memory_allocated(device) / 2**20 if cuda else None})
     release(device)
     return rows
 
@@ -190,31 +199,66 @@ def time_inference(
             b = w.batch(n, device)
             t = stopwatch(lambda: w.infer(m, b), most, wait=lambda: synchronize(device), budget_s=budget_s, target=0)
             s = summarize(t.samples, "forward")
-            rows.append(jsonable({"unit": "seconds per forward", "batch": n, "first_s": t.first_s, "samples": t.samples, "samples_per_s": n / s.p50, "summary": asdict(s)}))
+            rows.append(jsonable({"unit": "seconds per forward", "batch": n, "first_s": t.first_s, "samples": t.samples, "stopped": t.stopped,
+                                  "samples_per_s": n / s.p50, "summary": asdict(s)}))
     return rows
 
-# %% ../../nbs/bench/71_epochs.ipynb #8e3d137f
+# %% ../../nbs/bench/71_epochs.ipynb #b9d9ac04
+def memory_timeline(
+    changes: Sequence[tuple[int, int]],   # (nanoseconds, bytes taken or, negative, given back)
+    points: int = 200,                    # at most so many, the highest of each stretch
+) -> list[dict[str, float]]:              # ms since the first, MiB above the start
+    "Memory over time from its births and deaths."
+    if not changes: return []
+    order = sorted(changes, key=lambda c: c[0]); start = order[0][0]
+    line = [((t - start) / 1e6, b / 2**20) for (t, _), b in zip(order, itertools.accumulate(b for _, b in order))]
+    size = -(-len(line) // points)
+    tops = [max(line[i:i + size], key=lambda p: p[1]) for i in range(0, len(line), size)]
+    return [{"ms": t, "mib": m} for t, m in tops]
+
+
 def top_kernels(
     w: Workload,
     device: torch.device,
     updates: int = 3,
     top: int = 15,
 ) -> dict[str, Any]:
-    "The operations that take most of an update, transfers between host and device, and memory in use after each phase."
+    "The operations that take most of an update, transfers between host and device, and memory over time."
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
-    cuda = device.type == "cuda"
-    m = build(w, device); opt = w.optimizer(m); training_step(w, m, opt, w.batch(w.batch_size, device)); synchronize(device)
-    with profile(activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else []), profile_memory=True) as p:
-        for _ in range(updates): training_step(w, m, opt, w.batch(w.batch_size, device))
+    cuda, n = device.type == "cuda", w.batch_size
+    m = build(w, device); opt = w.optimizer(m); training_step(w, m, opt, w.batch(n, device)); synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda, profile_memory=True) as p:
+        for _ in range(updates): training_step(w, m, opt, w.batch(n, device))
         synchronize(device)
-    own = lambda e: e.self_device_time_total if cuda else e.self_cpu_time_total
-    events = sorted(p.key_averages(), key=own, reverse=True); total = sum(own(e) for e in events) or 1.0
-    memory = lambda e: (e.self_device_memory_usage if cuda else e.self_cpu_memory_usage) / 2**20 / updates
-    rows = [{"name": e.key, "calls_per_update": e.count / updates, "us_per_update": own(e) / updates, "share": own(e) / total, "allocated_mib_per_update": memory(e)} for e in events[:top]]
-    copies = [{"name": e.key, "calls_per_update": e.count / updates, "us_per_update": own(e) / updates} for e in events if "memcpy" in e.key.lower()]
-    return {"device": str(device), "updates": updates, "kernels": rows, "transfers": copies}
+    def own(e) -> float: return e.self_device_time_total if cuda else e.self_cpu_time_total
+    events = sorted(p.key_averages(), key=own, reverse=True); total = sum(map(own, events)) or 1.0
+    def each(e) -> dict[str, Any]: return {"name": e.key, "calls_per_update": e.count / updates, "us_per_update": own(e) / updates}
+    def mib(e) -> float: return (e.self_device_memory_usage if cuda else e.self_cpu_memory_usage) / 2**20 / updates
+    where = DeviceType.CUDA if cuda else DeviceType.CPU
+    changes = [(e.start_ns(), e.nbytes()) for e in p.profiler.kineto_results.events() if e.name() == "[memory]" and e.device_type() == where]
+    return {"device": str(device), "updates": updates, "kernels": [each(e) | {"share": own(e) / total, "allocated_mib_per_update": mib(e)} for e in events[:top]],
+            "transfers": [each(e) for e in events if "memcpy" in e.key.lower()], "memory": memory_timeline(changes)}
 
 # %% ../../nbs/bench/71_epochs.ipynb #d35622c7
+def crossover(
+    cpu: Mapping[int, float],   # batch -> seconds
+    gpu: Mapping[int, float],   # the same batches
+) -> int | None:
+    "The smallest batch from which the GPU is faster at every larger one that was tried; None: it is not at the largest."
+    return next((n for n in sorted(cpu) if all(gpu[k] < cpu[k] for k in cpu if k >= n)), None)
+
+
+def _alternate(trainers: Mapping[str, Any], pairs: int) -> dict[str, Any]:
+    "Epochs of both trainers in the order ABBA, after one of warm-up each."
+    took: dict[str, list[float]] = {k: [] for k in trainers}
+    for i, k in enumerate(["cpu", "gpu"] + ["cpu", "gpu", "gpu", "cpu"] * (pairs // 2)):
+        t = trainers[k]; synchronize(t.device); start = time.perf_counter(); t.run_epoch(); synchronize(t.device)
+        if i > 1: took[k].append(time.perf_counter() - start)
+    median = {k: float(np.median(x)) for k, x in took.items()}
+    return {"epoch_samples": took, "epoch_s": median, "epochs_per_s": {k: 1 / x for k, x in median.items()}, "speedup": median["cpu"] / median["gpu"]}
+
+
 def cpu_against_gpu(
     name: str,
     table: Any,
@@ -226,31 +270,24 @@ def cpu_against_gpu(
     "Seconds per epoch and per forward on both devices, the speed-up, and the batch from which the GPU is faster."
     if not torch.cuda.is_available(): return {"available": False, "why": choose_device("auto").reason.removeprefix("auto: ")}
     devices = {"cpu": torch.device("cpu"), "gpu": torch.device("cuda", 0)}; s = spec(name); out: dict[str, Any] = {"available": True, "order": "ABBA"}
-    if s.kind != "book":
-        trainers = {k: s.trainer(table, params, params.seed, d) for k, d in devices.items()}
-        took: dict[str, list[float]] = {k: [] for k in devices}
-        for i, k in enumerate(["cpu", "gpu"] + ["cpu", "gpu", "gpu", "cpu"] * (pairs // 2)):
-            t = trainers[k]; synchronize(t.device); start = time.perf_counter(); t.run_epoch(); synchronize(t.device)
-            if i > 1: took[k].append(time.perf_counter() - start)
-        median = {k: float(np.median(x)) for k, x in took.items()}
-        out |= {"epoch_samples": took, "epoch_s": median, "epochs_per_s": {k: 1 / x for k, x in median.items()}, "speedup": median["cpu"] / median["gpu"]}
-        del trainers
-    w = s.workload(params, table)
-    forward = {k: {r["batch"]: r["summary"]["p50"] for r in time_inference(w, d, batches, budget_s=0.3)} for k, d in devices.items()}
-    wins = [n for n in batches if forward["gpu"][n] < forward["cpu"][n]]
+    if s.kind != "book": out |= _alternate({k: s.trainer(table, params, params.seed, d) for k, d in devices.items()}, pairs)
+    w = {k: in_precision(s.workload(params, table), s.config(params).precision, d) for k, d in devices.items()}
+    forward = {k: {r["batch"]: r["summary"]["p50"] for r in time_inference(w[k], d, batches, budget_s=0.3)} for k, d in devices.items()}
     release(devices["gpu"])
-    return jsonable(out | {"inference_s": forward, "inference_speedup": {n: forward["cpu"][n] / forward["gpu"][n] for n in batches}, "crossover_batch": wins[0] if wins else None})
+    return jsonable(out | {"inference_s": forward, "inference_speedup": {n: forward["cpu"][n] / forward["gpu"][n] for n in batches},
+                           "crossover_batch": crossover(forward["cpu"], forward["gpu"])})
 
 # %% ../../nbs/bench/71_epochs.ipynb #8af7d0d6
 def memory_peaks(device: torch.device) -> dict[str, Any]:
     "Peaks in MiB; None: does not apply."
     if device.type != "cuda":
         import resource
-        return {"allocated_mib": None, "reserved_mib": None, "device_used_mib": None, "total_mib": None, "host_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "scope": "the process since its start"}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        return dict.fromkeys(("allocated_mib", "reserved_mib", "device_used_mib", "total_mib")) | {"host_peak_mib": peak, "scope": "the process since its start"}
     free, total = torch.cuda.mem_get_info(device)
     reserved, peak = torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
-    return {"allocated_mib": torch.cuda.max_memory_allocated(device) / 2**20, "reserved_mib": peak / 2**20, "device_used_mib": (total - free - reserved + peak) / 2**20, "total_mib": total / 2**20,
-            "host_peak_mib": None, "scope": "this model; device: with CUDA context and other processes"}
+    return {"allocated_mib": torch.cuda.max_memory_allocated(device) / 2**20, "reserved_mib": peak / 2**20, "device_used_mib": (total - free - reserved + peak) / 2**20,
+            "total_mib": total / 2**20, "host_peak_mib": None, "scope": "this model; device: with CUDA context and other processes"}
 
 
 def gpu_reader(device: torch.device) -> Callable[[], dict | None]:
@@ -262,13 +299,12 @@ def gpu_reader(device: torch.device) -> Callable[[], dict | None]:
     keep = ("temperature", "clock_sm", "power", "throttle", "energy", "memory_used")
     return lambda: {k: getattr(s, k) for k in keep} if gpu and (s := gpu.read(time.time())) else None
 
-# %% ../../nbs/bench/71_epochs.ipynb #b9d9ac04
+# %% ../../nbs/bench/71_epochs.ipynb #0b4ba807
 def data_facts(table: Any) -> dict[str, Any]:
     "What was trained on: contract, rows, a hash of the numbers."
     book = hasattr(table, "book")
-    rows = table.rows if book else len(table)
-    return jsonable({"rows": rows, "unit": "book events" if book else "bars", "contracts": "order book" if book else table.contracts, "interval_s": None if book else table.interval_ns / 1e9,
-                     "train_rows": int((table.split == 0).sum()), "hash": content_hash(table), "synthetic": table.meta.get("synthetic")})
+    unit = {"unit": "book events", "contracts": "order book", "interval_s": None} if book else {"unit": "bars", "contracts": table.contracts, "interval_s": table.interval_ns / 1e9}
+    return jsonable({"rows": table.rows if book else len(table), **unit, "train_rows": int((table.split == 0).sum()), "hash": content_hash(table), "synthetic": table.meta.get("synthetic")})
 
 
 def require_code(name: str) -> None:
@@ -294,7 +330,8 @@ def bench_model(
     require_code(name); s = spec(name); cfg = s.config(params); cuda = device.type == "cuda"
     release(device); base = torch.cuda.memory_allocated(device) if cuda else None
     if cuda: torch.cuda.reset_peak_memory_stats(device)
-    out: dict[str, Any] = {"model": name, "title": s.title, "kind": s.kind, "device": str(device), "precision": cfg.precision, "batch": getattr(cfg, BATCH.get(name, "batch")), "config": jsonable(cfg), "data": data_facts(table)}
+    out: dict[str, Any] = {"model": name, "title": s.title, "kind": s.kind, "device": str(device), "precision": cfg.precision,
+                           "batch": getattr(cfg, BATCH.get(name, "batch")), "config": jsonable(cfg), "data": data_facts(table)}
     if s.kind != "book":
         trainer = s.trainer(table, params, params.seed, device)
         out["parameters"] = sum(p.numel() for p in trainer.model.parameters())
@@ -305,12 +342,29 @@ def bench_model(
     out["inference"] = time_inference(w, device, budget_s=seconds / 2)
     out.setdefault("memory", memory_peaks(device))
     if profile: out["profile"] = top_kernels(w, device)
-    out["cpu_vs_gpu"] = cpu_against_gpu(name, table, params) if cuda or not torch.cuda.is_available() else {"available": False, "why": "asked for the CPU alone"}
+    both = cuda or not torch.cuda.is_available()
+    out["cpu_vs_gpu"] = cpu_against_gpu(name, table, params) if both else {"available": False, "why": "asked for the CPU alone"}
     del w; release(device)
     if cuda: out["memory"]["baseline_mib"] = {"before": base / 2**20, "after": torch.cuda.memory_allocated(device) / 2**20}
     return jsonable(out)
 
 # %% ../../nbs/bench/71_epochs.ipynb #34a2323f
+def _can_write(out: str | Path) -> None:
+    "A place that cannot be written is told before the measuring, not after it."
+    path = own_file(out) and Path(out)
+    with writing(path, path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent): pass
+
+
+def _head(choice: Any, params: Params) -> dict[str, Any]:
+    "What is the same for all models."
+    gpu = torch.cuda.get_device_name(choice.device) if choice.device.type == "cuda" else None
+    return {"format": "foxhunt-bench-1", "date_utc": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}",
+            "device": {"type": choice.device.type, "name": str(choice.device), "reason": choice.reason, "gpu": gpu},
+            "machine": machine(), "profile": params.profile, "seed": params.seed, "models": {}}
+
+
 def run_benchmark(
     models: Sequence[str],
     table: Any,                # bars, or {"bars": ..., "book": ...}, or None: seeded synthetic ones
@@ -327,9 +381,9 @@ def run_benchmark(
     names = list(dict.fromkeys(spec(m).name for m in models)); choice = choose_device(device)
     if not names: raise UserError(f"no models to benchmark; known: {', '.join(MODELS)}")
     for m in names: require_code(m)
+    if out is not None: _can_write(out)
     tables = dict(table) if isinstance(table, Mapping) else {"book" if hasattr(table, "book") else "bars": table} if table is not None else {}
-    bench: dict[str, Any] = {"format": "foxhunt-bench-1", "date_utc": f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%SZ}", "device": {"type": choice.device.type, "name": str(choice.device), "reason": choice.reason,
-        "gpu": torch.cuda.get_device_name(choice.device) if choice.device.type == "cuda" else None}, "machine": machine(), "profile": params.profile, "seed": params.seed, "models": {}}
+    bench = _head(choice, params)
     for m in progress(names, "bench", unit="model"):
         n = epochs[m] if isinstance(epochs, Mapping) else epochs; kind = "book" if spec(m).kind == "book" else "bars"
         if tables.get(kind) is None: tables[kind] = synthetic(spec(m).kind, params.seed)
@@ -340,14 +394,15 @@ def run_benchmark(
         if out is not None: write_json(out, bench)
     return jsonable(bench)
 
-# %% ../../nbs/bench/71_epochs.ipynb #0b4ba807
+# %% ../../nbs/bench/71_epochs.ipynb #1c1cb463
 def merge(benches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "Several benchmark results (one per model) as one; another device or a model measured twice is a `UserError`."
     if not benches: raise UserError("no benchmark results")
     first = dict(benches[0]); models: dict[str, Any] = {}
+    def on(b: Mapping[str, Any]) -> str: return b["device"]["gpu"] or f"{b['device']['name']} ({b['machine']['cpu']})"
     for b in benches:
         if b.get("format") != "foxhunt-bench-1": raise UserError("not a result of `foxhunt bench`")
-        if (b["device"]["type"], b["device"]["gpu"]) != (first["device"]["type"], first["device"]["gpu"]): raise UserError(f"results of two devices: {first['device']['name']} and {b['device']['name']}; decide on one")
+        if on(b) != on(first): raise UserError(f"results of two devices: {on(first)} and {on(b)}; decide on one")
         if twice := models.keys() & b["models"].keys(): raise UserError(f"{', '.join(sorted(twice))} measured twice; name one result for each model")
         models |= b["models"]
     return first | {"models": models}
@@ -361,15 +416,23 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
+_COLUMNS = ("model", "per_epoch", "interval_95", "p95", "first_epoch", "per_update", "n", "outliers", "steady", "loss", "stable", "stopped")
+
+
+def _inferred(m: Mapping[str, Any]) -> dict[str, object]:
+    i = m["inference"][0]; s = i["summary"]
+    return {"per_epoch": "inference only", "p95": f"{duration(s['p95'])} per forward", "n": s["used"], "outliers": len(s["outliers"]), "steady": s["steady_state"]}
+
+
+def _trained(m: Mapping[str, Any]) -> dict[str, object]:
+    s, h = m["epoch"]["summary"], m["health"]
+    interval = f"{duration(s['low'])} to {duration(s['high'])}" if s["low"] is not None else "not steady" if not s["steady_state"] else "too few"
+    return {"per_epoch": duration(s["mean"]), "interval_95": interval, "p95": duration(s["p95"]) + ("" if s["p95_identifiable"] else " (n < 59)"),
+            "first_epoch": duration(m["epoch"]["first_epoch_s"]), "per_update": duration(m["update"]["summary"]["p50"]), "n": s["used"], "outliers": len(s["outliers"]),
+            "steady": s["steady_state"], "loss": h["trend"] + ("" if h["first"] is None else f" ({h['first']:.4g} to {h['last']:.4g})"), "stable": h["stable"], "stopped": m["epoch"]["stopped"]}
+
+
 def summary_rows(bench: Mapping[str, Any]) -> list[dict[str, object]]:
     "One row per model, for a table."
-    rows = []
-    for name, m in bench["models"].items():
-        if "error" in m: rows.append({"model": name, "per_epoch": m["error"]} | dict.fromkeys(("interval_95", "p95", "first_epoch", "per_update", "n", "outliers", "steady", "loss", "stable", "stopped"))); continue
-        if "epoch" not in m:
-            i = m["inference"][0]; rows.append({"model": name, "per_epoch": "inference only", "interval_95": None, "p95": f"{duration(i['summary']['p95'])} per forward", "first_epoch": None, "per_update": None, "n": i["summary"]["used"], "outliers": len(i["summary"]["outliers"]), "steady": i["summary"]["steady_state"], "loss": None, "stable": None, "stopped": None}); continue
-        s, h = m["epoch"]["summary"], m["health"]
-        rows.append({"model": name, "per_epoch": duration(s["mean"]), "interval_95": f"{duration(s['low'])} to {duration(s['high'])}" if s["low"] is not None else "not steady" if not s["steady_state"] else "too few",
-            "p95": duration(s["p95"]) + ("" if s["p95_identifiable"] else " (n < 59)"), "first_epoch": duration(m["epoch"]["first_epoch_s"]), "per_update": duration(m["update"]["summary"]["p50"]), "n": s["used"], "outliers": len(s["outliers"]),
-            "steady": s["steady_state"], "loss": f"{h['trend']} ({h['first']:.4g} to {h['last']:.4g})" if h["first"] is not None else h["trend"], "stable": h["stable"], "stopped": m["epoch"]["stopped"]})
-    return rows
+    def row(m: Mapping[str, Any]) -> dict[str, object]: return {"per_epoch": m["error"]} if "error" in m else _trained(m) if "epoch" in m else _inferred(m)
+    return [dict.fromkeys(_COLUMNS) | {"model": name} | row(m) for name, m in bench["models"].items()]

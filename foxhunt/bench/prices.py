@@ -7,9 +7,9 @@ __all__ = ['STALE_DAYS', 'KW_PER_W', 'Offer', 'Prices', 'load_prices']
 
 # %% ../../nbs/bench/72_prices.ipynb #6cb1cc4b
 import math, tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import date
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from datetime import date, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,51 @@ class Prices:
 # %% ../../nbs/bench/72_prices.ipynb #702d7417
 def _value(where: str, t: Mapping[str, Any], key: str, kind: type | tuple, low: float | None = None) -> Any:
     "One entry, checked."
-    x = t.get(key)
-    if not isinstance(x, kind) or isinstance(x, bool): raise UserError(f"{where}: {key} is {'missing' if x is None else repr(x)}; expected {'a number' if low is not None else 'a day (2026-07-20)' if kind is date else 'text'}")
+    x, want = t.get(key), "a number" if low is not None else "a day (2026-07-20)" if kind is date else "text"
+    if not isinstance(x, kind) or isinstance(x, bool | datetime): raise UserError(f"{where}: {key} is {'missing' if x is None else repr(x)}; expected {want}")
+    if kind is str and not x.strip(): raise UserError(f"{where}: {key} is empty; expected text")
     if low is not None and not (math.isfinite(x) and x > low): raise UserError(f"{where}: {key} must be more than {low:g}, got {x}")
     return x
+
+
+def _table(where: str, t: Any, known: Collection[str] | None = None) -> dict[str, Any]:
+    "A TOML table; anything else, and a key that nobody reads, is told."
+    if not isinstance(t, dict): raise UserError(f"{where} is {t!r}; expected a table")
+    unknown = sorted(t.keys() - set(known)) if known is not None else ()
+    if unknown: raise UserError(f"{where}: unknown key {unknown[0]}; known: {', '.join(known)}")
+    return t
+
+
+def _offer(where: str, name: str, t: Mapping[str, Any]) -> Offer:
+    at = f"{where}: [cloud.\"{name}\"]"
+    num = lambda key: float(_value(at, t, key, (int, float), 0))
+    text = lambda key: _value(at, t, key, str)
+    return Offer(name, num("usd_per_hour"), text("gpu"), _value(at, t, "gpu_count", int, 0),
+                 num("vram_gb"), text("region"), text("purchase"), _value(at, t, "as_of", date), text("source"))
+
+# %% ../../nbs/bench/72_prices.ipynb #e98a871a
+_META, _LOCAL = ("as_of", "source", "region", "purchase", "currency"), ("name", "watts", "usd_per_kwh", "vram_gb")
+
+
+def _given(path: str | Path, own: Mapping[str, Any]) -> dict[str, Any]:
+    "The user's tables over the packaged ones."
+    try: given = tomllib.loads(Path(path).read_text())
+    except FileNotFoundError: raise UserError(f"{path}: no such file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e: raise UserError(f"{path}: not TOML ({e})") from None
+    if unknown := given.keys() - own.keys(): raise UserError(f"{path}: unknown table {sorted(unknown)[0]}; known: {', '.join(own)}")
+    meta, local = (_table(f"{path}: [{k}]", given.get(k, {}), known) for k, known in (("meta", _META), ("local", _LOCAL)))
+    cloud = _table(f"{path}: [cloud]", given.get("cloud", own["cloud"]))
+    for name, t in cloud.items(): _table(f"{path}: [cloud.\"{name}\"]", t, [f.name for f in fields(Offer)][1:])
+    if meta.get("currency", "USD") != "USD": raise UserError(f"{path}: [meta] currency is {meta['currency']!r}; convert the prices to USD")
+    if "cloud" in given and "as_of" not in meta: raise UserError(f"{path}: [meta] as_of is missing; say on which day these prices were true")
+    return {"meta": own["meta"] | meta, "local": own["local"] | local, "cloud": cloud}
+
+
+def _age(o: Offer, now: date) -> str | None:
+    "What is wrong with the day of an offer; None: nothing."
+    days = (now - o.as_of).days
+    if days < 0: return f"price of {o.name} is of {o.as_of}, a day that has not come; correct it"
+    return f"price of {o.name} is of {o.as_of}, {days} days ago; look it up and pass --prices" if days > STALE_DAYS else None
 
 
 def load_prices(
@@ -69,25 +110,10 @@ def load_prices(
 ) -> Prices:
     "The price table. A broken or incomplete file is a `UserError` that names the entry."
     own = tomllib.loads((files("foxhunt") / "bench" / "prices.toml").read_text())
-    where, raw = "prices.toml", own
-    if path is not None:
-        where = str(path)
-        try: given = tomllib.loads(Path(path).read_text())
-        except FileNotFoundError: raise UserError(f"{where}: no such file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e: raise UserError(f"{where}: not TOML ({e})") from None
-        if unknown := given.keys() - own.keys(): raise UserError(f"{where}: unknown table {sorted(unknown)[0]}; known: {', '.join(own)}")
-        cloud = given.get("cloud", own["cloud"])
-        if "cloud" in given and "as_of" not in given.get("meta", {}): raise UserError(f"{where}: [meta] as_of is missing; say on which day these prices were true")
-        raw = {"meta": own["meta"] | given.get("meta", {}), "local": own["local"] | given.get("local", {}), "cloud": cloud}
+    where, raw = ("prices.toml", own) if path is None else (str(path), _given(path, own))
     if not raw["cloud"]: raise UserError(f"{where}: no [cloud.\"name\"] table")
     offers = tuple(_offer(where, name, raw["meta"] | t) for name, t in raw["cloud"].items())
-    local, now = raw["local"], today or date.today()
-    old = [f"price of {o.name} is of {o.as_of}, {(now - o.as_of).days} days ago; look it up and pass --prices" for o in offers if (now - o.as_of).days > STALE_DAYS]
-    num = lambda key: float(_value(f"{where}: [local]", local, key, (int, float), 0))
-    return Prices(offers, num("watts"), num("usd_per_kwh"), _value(f"{where}: [local]", local, "name", str), num("vram_gb"), tuple(old))
-
-
-def _offer(where: str, name: str, t: Mapping[str, Any]) -> Offer:
-    at = f"{where}: [cloud.\"{name}\"]"
-    return Offer(name, float(_value(at, t, "usd_per_hour", (int, float), 0)), _value(at, t, "gpu", str), _value(at, t, "gpu_count", int, 0), float(_value(at, t, "vram_gb", (int, float), 0)),
-                 _value(at, t, "region", str), _value(at, t, "purchase", str), _value(at, t, "as_of", date), _value(at, t, "source", str))
+    at, now = f"{where}: [local]", today or date.today()
+    num = lambda key: float(_value(at, raw["local"], key, (int, float), 0))
+    old = tuple(w for o in offers if (w := _age(o, now)))
+    return Prices(offers, num("watts"), num("usd_per_kwh"), _value(at, raw["local"], "name", str), num("vram_gb"), old)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PRICES', 'COLUMNS', 'ALIASES', 'TIME_FORMATS', 'TEXT', 'SUFFIXES', 'MOST_TICKS', 'MOST_VOLUME', 'SECOND', 'USUAL',
            'SAID', 'DBN_SAID', 'Contract', 'name_columns', 'parse_times', 'bar_schema', 'infer_interval', 'validate',
-           'fold_trades', 'read_trade_bars', 'is_dbn', 'source_files', 'read_bars', 'fill_session', 'resample',
-           'findings', 'bars_facts', 'make_bars', 'load_bars']
+           'fold_trades', 'read_trade_bars', 'source_files', 'read_bars', 'fill_session', 'resample', 'findings',
+           'bars_facts', 'make_bars', 'load_bars']
 
 # %% ../../nbs/data/12_bars.ipynb #bb8eb575
 import math, re, warnings
@@ -391,17 +391,13 @@ def _read_dbn(path: Path, contract: Contract, target_ns: int | None) -> "tuple[d
     return {s: frame[name == s].reset_index(drop=True) for s in dict.fromkeys(name)}, report
 
 # %% ../../nbs/data/12_bars.ipynb #dc0b24bb
-def is_dbn(path: Path) -> bool:
-    "Does the name end like a Databento file's, in any case?"
-    return path.name.lower().endswith((".dbn", ".dbn.zst"))
-
-
 def source_files(
     src: str | Path,   # file or folder; `{contract}` in it becomes the symbol
     symbol: str,
     several: bool = False,   # the folder holds files of several contracts: take those named after this one (DBN files name their symbols inside)
 ) -> list[Path]:
     "The files to read, in order of their names."
+    from foxhunt.data.dbn import is_dbn
     path = Path(str(src).replace("{contract}", symbol))
     if not path.exists(): raise UserError(f"{path}: no such file or folder")
     files = sorted(p for p in path.rglob("*") if p.name.lower().endswith(SUFFIXES)) if path.is_dir() else [path]
@@ -416,10 +412,11 @@ def _rolled(by_symbol: "dict[str, tuple[pd.DataFrame, dict]]", contract: Contrac
     if contract.symbol in by_symbol: return by_symbol[contract.symbol]
     if len(by_symbol) == 1: return next(iter(by_symbol.values()))
     if roll is None: raise UserError(f"{where}: holds {', '.join(sorted(by_symbol)[:8])}; choose how to roll them into {contract.symbol}")
-    bars = roll({s: f for s, (f, _) in by_symbol.items()}, contract)[list(COLUMNS)].reset_index(drop=True)
+    bars = roll({s: f for s, (f, _) in by_symbol.items()}, contract); adjust = bars.attrs.pop("adjust", "none")
+    bars = bars[list(COLUMNS)].reset_index(drop=True)
     first = next(iter(by_symbol.values()))[1]
     seen = _observe(bars.assign(file=str(where), row=np.arange(1, len(bars) + 1)), contract, first["interval_ns"])
-    return bars, {"rows_read": sum(q["rows_read"] for _, q in by_symbol.values()), "rows": len(bars), "interval_ns": first["interval_ns"], **seen,
+    return bars, {"rows_read": sum(q["rows_read"] for _, q in by_symbol.values()), "rows": len(bars), "interval_ns": first["interval_ns"], "adjust": adjust, **seen,
                   "instruments": {s: q for s, (_, q) in by_symbol.items()}}
 
 
@@ -436,6 +433,7 @@ def read_bars(
 ) -> "tuple[pd.DataFrame, dict]":      # bar frame, quality report
     "Read, check, sort: the whole way in. Faults are `UserError`s that name file, column and row."
     import pandas as pd
+    from foxhunt.data.dbn import is_dbn
     path = Path(str(path).replace("{contract}", contract.symbol))
     files, extra = source_files(path, contract.symbol, several), {}
     if any(map(is_dbn, files)):
@@ -507,7 +505,8 @@ def findings(quality: dict) -> str:
     def count(kind: str) -> int:     # of a rolled series some kinds are counted by instrument
         return sum(q[kind]["count"] for q in ([quality] if kind in quality else quality.get("instruments", {}).values()) if kind in q)
     counts = {text: count(kind) for kind, text in SAID.items()} | {text: quality.get("dbn", {}).get(kind, 0) for kind, text in DBN_SAID.items()}
-    return ", ".join(f"{text}: {n:,}" for text, n in counts.items() if n)
+    said = [f"{text}: {n:,}" for text, n in counts.items() if n]
+    return ", ".join(said + ["prices rescaled by ratio, for charts only (`foxhunt features` refuses them)"] * (quality.get("adjust") == "ratio"))
 
 # %% ../../nbs/data/12_bars.ipynb #0b468049
 def bars_facts(

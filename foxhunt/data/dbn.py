@@ -260,8 +260,8 @@ def check_manifest(folder: Path) -> dict[str, str]:
 
 
 def is_dbn(path: str | Path) -> bool:
-    "Does the name end like a Databento file's? (`read_header` looks inside.)"
-    return str(path).endswith((".dbn", ".dbn.zst", ".dbz"))
+    "Does the name end like a Databento file's, in any case? (`read_header` looks inside.)"
+    return str(path).lower().endswith((".dbn", ".dbn.zst", ".dbz"))
 
 
 def _paths(src: Path) -> list[Path]:

@@ -7,7 +7,7 @@ __all__ = ['MONTHS', 'HOW', 'ADJUST', 'PRICES', 'delivery_month', 'Leg', 'legs',
            'adjust_segments', 'segments', 'changes', 'roll_cost', 'roller', 'source_roller']
 
 # %% ../../nbs/data/15_rolls.ipynb #4529f987
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -97,6 +97,44 @@ def _wants(how: str, days: int, chain: list[Leg], now: int, session: np.datetime
     return best if known.get(chain[best].id, 0) > known.get(chain[now].id, 0) else now
 
 # %% ../../nbs/data/15_rolls.ipynb #611ade4c
+def _closes(bars: "pd.DataFrame", ts: np.ndarray, ids: np.ndarray, chain: list[Leg]) -> dict[int, tuple[np.ndarray, np.ndarray]]:  # id -> (n,) rising stamps, (n,) closes
+    "The bars of each contract in order of time."
+    close, out = bars["close"].to_numpy(), {}
+    for l in chain:
+        at = np.flatnonzero(ids == l.id); at = at[np.argsort(ts[at], kind="stable")]; out[l.id] = ts[at], close[at]
+        if (np.diff(ts[at]) == 0).any(): raise UserError(f"roll: {l.symbol} has two bars with one time; validate the bars first")
+    return out
+
+
+def _spans(ts: np.ndarray, day: np.ndarray, days: int) -> tuple[np.ndarray, np.ndarray]:  # (days,) first stamps, (days,) last stamps
+    "When each session's bars begin and end; `day` counts the sessions."
+    start, stop = np.full(days, ts.max()), np.full(days, ts.min())
+    np.minimum.at(start, day, ts); np.maximum.at(stop, day, ts)
+    return start, stop
+
+
+def _traded(bars: "pd.DataFrame", day: np.ndarray, ids: np.ndarray) -> dict[int, dict[int, float]]:  # session -> id -> contracts
+    "Volume of each contract in each session."
+    return bars["volume"].groupby([day, ids]).sum().unstack(fill_value=0).to_dict("index")
+
+
+def _interest(oi: "pd.DataFrame | None", start: np.ndarray) -> Iterator[dict[int, float]]:
+    "Open interest by instrument as last published before each session's start."
+    known: dict[int, float] = {}
+    if oi is None: yield from (known for _ in start); return
+    oi = oi.dropna(subset="open_interest").sort_values("ts", kind="stable"); past = 0
+    for now in np.searchsorted(oi["ts"].astype("int64").to_numpy(), start):
+        known |= dict(zip(oi["instrument_id"].iloc[past:now].tolist(), oi["open_interest"].iloc[past:now].tolist())); past = now
+        yield known
+
+
+def _overlap(old: Leg, new: Leg, close: dict, start: int, stop: int, date: np.datetime64) -> Roll | None:
+    "The roll at the first bar of this session at which both trade."
+    a, b = (slice(*np.searchsorted(close[l.id][0], (start, stop + 1))) for l in (old, new))
+    both, i, j = np.intersect1d(close[old.id][0][a], close[new.id][0][b], assume_unique=True, return_indices=True)
+    return Roll(int(both[0]), str(date), old.id, new.id, old.symbol, new.symbol, float(close[old.id][1][a][i[0]]), float(close[new.id][1][b][j[0]])) if len(both) else None
+
+# %% ../../nbs/data/15_rolls.ipynb #2c96a43c
 HOW = ("calendar", "volume", "open_interest")
 
 
@@ -115,33 +153,17 @@ def schedule(
     chain = legs(ts, ids, bars["symbol"].to_numpy(), definitions)
     if how == "calendar" and len(chain) > 1 and not all(l.expiry for l in chain): raise UserError("roll: the calendar roll needs every contract's expiry; add the definition files, or roll by volume")
     if how == "open_interest" and open_interest is None: raise UserError("roll: no open interest given; add the statistics files, or roll by volume")
-    dates = session_dates(ts, calendar); days_of = np.unique(dates)
-    close = {l.id: dict(zip(ts[ids == l.id].tolist(), bars["close"].to_numpy()[ids == l.id].tolist())) for l in chain}
-    for l in chain:
-        if len(close[l.id]) != (ids == l.id).sum(): raise UserError(f"roll: {l.symbol} has two bars with one time; validate the bars first")
-    now, rolls, before, interest = next(i for i, l in enumerate(chain) if (ids[dates == days_of[0]] == l.id).any()), [], {}, {}
-    first = chain[now].id; want = now
-    for date in days_of:
-        here = dates == date; start = int(ts[here].min())
-        if open_interest is not None: interest = _latest(open_interest, start)
-        want = max(want, _wants(how, days, chain, now, date, before, interest))
-        if want == now and chain[now].last < start: raise UserError(f"roll: {chain[now].symbol} ends at {np.datetime64(chain[now].last, 'ns')} before the {how} rule has left it; no bar of {chain[min(now + 1, len(chain) - 1)].symbol} overlaps")
-        if want > now and (roll := _overlap(chain[now], chain[want], close, here, ts, date)): rolls.append(roll); now = want
-        elif want > now and chain[now].last < int(ts[here].max()): raise UserError(f"roll: {chain[now].symbol} and {chain[want].symbol} share no bar from {date} on; a roll needs an overlapping bar")
-        before = {l.id: float(bars["volume"].to_numpy()[here & (ids == l.id)].sum()) for l in chain}
+    dates, day = np.unique(session_dates(ts, calendar), return_inverse=True)
+    close, (start, stop), traded = _closes(bars, ts, ids, chain), _spans(ts, day, len(dates)), _traded(bars, day, ids)
+    interest = iter(_interest(open_interest, start))
+    want = now = next(i for i, l in enumerate(chain) if l.first <= stop[0]); first, rolls, before = chain[now].id, [], {}
+    for d, date in enumerate(dates):
+        want = max(want, _wants(how, days, chain, now, date, before, next(interest)))
+        if want == now and chain[now].last < start[d]: raise UserError(f"roll: {chain[now].symbol} ends at {np.datetime64(chain[now].last, 'ns')} before the {how} rule has left it; no bar of {chain[min(now + 1, len(chain) - 1)].symbol} overlaps")
+        if want > now and (roll := _overlap(chain[now], chain[want], close, start[d], stop[d], date)): rolls.append(roll); now = want
+        elif want > now and chain[now].last < stop[d]: raise UserError(f"roll: {chain[now].symbol} and {chain[want].symbol} share no bar from {date} on; a roll needs an overlapping bar")
+        before = traded[d]
     return rolls, first
-
-
-def _latest(oi: "pd.DataFrame", start: int) -> dict[int, float]:
-    "Open interest by instrument as published before `start`."
-    known = oi[oi["ts"].astype("int64") < start]
-    return known.groupby("instrument_id")["open_interest"].last().to_dict()
-
-
-def _overlap(old: Leg, new: Leg, close: dict, here: np.ndarray, ts: np.ndarray, date: np.datetime64) -> Roll | None:
-    "The roll at the first bar of this session at which both trade."
-    at = next((t for t in np.unique(ts[here]).tolist() if t in close[old.id] and t in close[new.id]), None)
-    return at and Roll(at, str(date), old.id, new.id, old.symbol, new.symbol, close[old.id][at], close[new.id][at])
 
 # %% ../../nbs/data/15_rolls.ipynb #6e5100e8
 ADJUST = ("none", "difference", "ratio")
@@ -224,7 +246,9 @@ def roller(
     def roll(by_symbol: dict, contract: object = None) -> "pd.DataFrame":
         import pandas as pd
         bars = pd.concat([f.assign(symbol=s) for s, f in by_symbol.items()], ignore_index=True)
-        return continuous(bars, how, adjust, calendar=calendar or contract.calendar, **options)[0]
+        series, rolls = continuous(bars, how, adjust, calendar=calendar or contract.calendar, **options)
+        series.attrs["adjust"] = adjust if rolls else "none"
+        return series
     return roll
 
 

@@ -125,15 +125,14 @@ def judged(
     losses: Mapping[str, np.ndarray],  # of the model `name` and of its rules, (n,) in time order
     block: int,
 ) -> dict[str, Any]:
-    "Differences with intervals, the best rule, the skill against it, and one sentence that is plain when the model does not win."
+    "Differences with intervals, the best rule, the skill against it, and one plain sentence: an edge is shown, or there is none."
     against = {n: block_interval(losses[name] - loss, block) for n, loss in losses.items() if n != name}
     best, blocks = min(against, key=lambda n: losses[n].mean()), len(losses[name]) // max(1, block)
     d, skill = against[best], 1 - losses[name].mean() / losses[best].mean()
     apart, few = d.high < 0 or d.low > 0, blocks < ENOUGH
-    says = "does NOT beat" if skill <= 0 else "beats" if apart and not few else "is NOT shown to beat"
-    why = "and the interval of the difference excludes zero" if apart and not few else f"but the interval of the difference {'excludes' if apart else 'includes'} zero"
-    if few: why += f", with only {blocks} independent block{'' if blocks == 1 else 's'}"
-    if few or not apart: why += ": no difference is shown"
+    says = "beats" if skill > 0 and apart and not few else "shows no edge over"
+    why = (f"but {blocks} independent block{' is' if blocks == 1 else 's are'} too few to be sure ({ENOUGH} are needed)" if few
+           else "which is beyond chance (the 95% interval of the difference excludes zero)" if apart else "which may be chance (the 95% interval of the difference includes zero)")
     return dict(against=against, best_rule=best, blocks=blocks, skill=float(skill), verdict=f"{name} {says} the best simple rule ({best}): its loss is {abs(skill):.1%} {'lower' if skill > 0 else 'higher'}, {why}")
 
 

@@ -156,6 +156,7 @@ def seed_summary(
     beats = {k: int((x > v).sum()) for k, v in baselines.items()}
     goal = max([0.0] + [v for k, v in baselines.items() if k != "oracle"])
     edge = mid.low > goal
-    text = (f"net {mid.value:,.0f} (interquartile mean of {mid.seeds} seeds, 95 % interval {mid.low:,.0f} to {mid.high:,.0f}); "
-            + ", ".join(f"{k} {v:,.0f}" for k, v in baselines.items()) + ": " + ("above every baseline" if edge else "no edge found") + ("" if mid.seeds >= 10 else "; fewer than 10 seeds are no claim"))
+    simple, ceiling = ", ".join(f"{k} {v:,.0f}" for k, v in baselines.items() if k != "oracle"), f" (oracle {baselines['oracle']:,.0f})" if "oracle" in baselines else ""
+    text = (f"{'above every simple rule' if edge else 'no edge found'}: net {mid.value:,.0f}, the interquartile mean of {mid.seeds} seeds (95 % interval {mid.low:,.0f} to {mid.high:,.0f}), against {simple or 'zero'}{ceiling}"
+            + ("" if mid.seeds >= 10 else f"; {mid.seeds} seeds are too few for a claim (10 are needed)"))
     return dict(interval=dataclasses.asdict(mid), beats=beats, edge=bool(edge), text=text)

@@ -6,10 +6,10 @@
 __all__ = ['HEADER', 'row', 'Range', 'Statistics', 'Summary', 'Monitor', 'Snapshot', 'once', 'process_tree', 'monitor_command']
 
 # %% ../../nbs/hardware/41_monitor.ipynb #47ee98cc
-import math, os, shutil, subprocess, sys, threading, time
+import json, math, os, shutil, signal, subprocess, sys, threading, time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
@@ -119,7 +119,7 @@ class Monitor:
 
     def __init__(
         self,
-        out: str | Path | None = None,          # CSV file, written line by line; None: statistics only
+        out: str | Path | None = None,          # CSV file, written line by line, and X.summary.json beside X.csv at the end; None: statistics only
         interval: float = 1.0,                  # seconds between readings
         *,
         device: int | None = None,              # torch's CUDA index, matched by UUID; None: its device 0 if torch uses CUDA already, else the first visible
@@ -131,12 +131,13 @@ class Monitor:
         api: Any = None,                        # bindings; None: pynvml
         clock: Callable[[], float] = time.time,
     ):
+        if not 0 < interval < math.inf: raise ValueError(f"interval must be more than 0 seconds, got {interval}")
+        if ceiling is not None and not ceiling > 0: raise ValueError(f"ceiling must be more than 0 MiB, got {ceiling}")
         self.out, self.interval, self.pids, self.ceiling, self.warn, self.live, self.clock = out, interval, pids, ceiling, warn, live, clock
         self.stats, self.over, self.warned, self.cpu, self.file, self.thread, self.stop = Statistics(nominal_watts), 0, False, 0.0, None, None, threading.Event()
         self.gpu: Gpu | None = None
         self.nvml, self.reason = open_nvml(api)
         if self.nvml: self.gpu, self.reason = find_gpu(self.nvml, torch_uuid(device or 0, start=device is not None))
-        if interval <= 0: raise ValueError(f"interval must be more than 0 seconds, got {interval}")
 
     def sample(self) -> Sample | None:
         "Read once, and account for it."
@@ -179,7 +180,10 @@ class Monitor:
     def __exit__(self, *exc) -> None:
         self.stop.set()
         if self.thread: self.thread.join(timeout=10)
-        if self.file: self.file.close(); self.file = None
+        if self.file:
+            self.file.close(); self.file = None
+            try: Path(self.out).with_suffix(".summary.json").write_text(json.dumps(asdict(self.summary()), indent=1), encoding="utf-8")
+            except OSError as e: self.warn(f"{self.out}: no summary: {os.strerror(e.errno or 0).lower()}")
         if self.live: self.live.write("\n")
         if self.nvml: self.nvml.close()
 
@@ -248,6 +252,17 @@ def process_tree(pid: int) -> set[int]:
     return seen
 
 
+def _stop(child: subprocess.Popen, patience: float = 15.0) -> None:
+    "End an interrupted command: first as Ctrl-C does, so that it can save what it has; then harder. A second Ctrl-C goes on to the next way."
+    # at a terminal the command got the same Ctrl-C; asked twice, it would be cut off while it saves
+    ways = (lambda: None if sys.stdin and sys.stdin.isatty() else child.send_signal(signal.SIGINT), child.terminate, child.kill)
+    for way in ways:
+        way()
+        try: child.wait(patience); return
+        except (subprocess.TimeoutExpired, KeyboardInterrupt): continue
+    child.wait()
+
+
 def monitor_command(
     command: Sequence[str],
     out: str | Path | None = None,
@@ -263,9 +278,5 @@ def monitor_command(
         except OSError as e: raise UserError(f"{command[0]}: cannot be started: {os.strerror(e.errno or 0).lower()}") from None
         running.append(child)
         try: code = child.wait()
-        except KeyboardInterrupt:
-            child.terminate()
-            try: child.wait(10)
-            except subprocess.TimeoutExpired: child.kill(); child.wait()
-            code = 130
+        except KeyboardInterrupt: _stop(child); code = 130
     return code if code >= 0 else 128 - code, m.summary()

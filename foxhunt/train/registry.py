@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import UserError, generator
-from ..params import Params
+from ..params import Params, validate
 from .checkpoint import load_into, load_weights, whole
 
 if TYPE_CHECKING: from foxhunt.hardware.audit import Workload     # the hardware room: needed when something is measured, not when it is trained
@@ -276,11 +276,11 @@ def check_table(
 
 def workload(
     name: str,
-    params: Params | None = None,  # defaults
+    params: Params | dict[str, Any] | None = None,  # or their plain values; None: defaults
     table: Any = None,             # a seeded synthetic one
 ) -> "Workload":
     "The training step of a model on any device; `audit(\"foxhunt.train.registry:workload\", kwargs={\"name\": \"dqn\"})` runs it in a process of its own."
-    found, params = spec(name), params or Params()
+    found, params = spec(name), validate(params) if isinstance(params, dict) else params or Params()
     return found.workload(params, table if table is not None else synthetic(found.kind, params.seed))
 
 
