@@ -78,17 +78,17 @@ def walk_back(
     h: list[Tensor],        # what `trace` gave
     g: Tensor,              # (b, outputs), gradient of the last output
     inputs: bool = True,    # go on to the input
-) -> Tensor:                # (b, inputs), gradient of the input
-    "Backward through `layers`: sets `.grad` of their parameters."
-    k = len(h) - 1
+) -> tuple[Tensor, list[Tensor]]:  # gradient of the input (b, inputs), and of the parameters in their order
+    "Backward through `layers`."
+    k, grads = len(h) - 1, []
     for m in reversed(layers):
         if not isinstance(m, nn.Linear):
             g = torch.ops.aten.threshold_backward(g, h[k], 0) if isinstance(m, nn.ReLU) else torch.ops.aten.tanh_backward(g, h[k])
             continue
         k -= 1
-        m.weight.grad, m.bias.grad = g.t() @ h[k], g.sum(0)
+        grads = [g.t() @ h[k], g.sum(0), *grads]       # weight (o, i), bias (o,)
         if k or inputs: g = g @ m.weight
-    return g
+    return g, grads
 
 # %% ../../nbs/models/30_mlp.ipynb #6faaff00
 def orthogonal(net: nn.Module, last_gain: float) -> nn.Module:
@@ -129,14 +129,14 @@ class ActorCritic(nn.Module):
         policy, value = self.first(obs).chunk(2, -1)
         return self.policy_rest(policy), self.value_rest(value).squeeze(-1)
 
-    def traced(self, obs: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], None]]:
-        "`forward` of (b, inputs) without a graph, and the way back: from the gradients of logits (b, actions) and value (b,) to `.grad` of every parameter."
+    def traced(self, obs: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], list[Tensor]]]:
+        "`forward` of (b, inputs) without a graph, and the way back: from the gradients of logits (b, actions) and value (b,) to those of `parameters()`."
         with torch.no_grad():
             both = self.first(obs).tanh_()                                                        # (b, 2 w)
             halves = [(list(net)[1:], trace(list(net)[1:], h)) for net, h in zip((self.policy_rest, self.value_rest), both.chunk(2, -1))]
-        def back(policy: Tensor, value: Tensor) -> None:
-            g = torch.cat([walk_back(*half, g) for half, g in zip(halves, (policy, value[:, None]))], -1)   # (b, 2 w)
-            walk_back([self.first, nn.Tanh()], [obs, both], g, inputs=False)
+        def back(policy: Tensor, value: Tensor) -> list[Tensor]:
+            (gp, policy_grads), (gv, value_grads) = (walk_back(*half, g) for half, g in zip(halves, (policy, value[:, None])))
+            return walk_back([self.first, nn.Tanh()], [obs, both], torch.cat([gp, gv], -1), inputs=False)[1] + policy_grads + value_grads
         return halves[0][1][-1], halves[1][1][-1].squeeze(-1), back
 
 # %% ../../nbs/models/30_mlp.ipynb #4ba17806

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOSSES', 'gae', 'normalise', 'Surrogate', 'surrogate', 'weigh', 'ppo_loss', 'explained_variance', 'log_policy', 'act',
-           'ppo_gradients', 'Rollout', 'update', 'lr_table', 'PPOTrainer', 'rebuild']
+           'ppo_gradients', 'Rollout', 'minibatch_loss', 'update', 'lr_table', 'Written', 'PPOTrainer', 'rebuild']
 
 # %% ../../nbs/train/52_ppo.ipynb #71f2c413
 import dataclasses, math
@@ -146,7 +146,7 @@ def ppo_gradients(
     g = p * (pull + entropy_coef * (logp_all + entropy[:, None]))
     return parts, g.scatter_add_(-1, taken, -pull) / len(value), error * (2 * value_coef / len(value))
 
-# %% ../../nbs/train/52_ppo.ipynb #b183a689
+# %% ../../nbs/train/52_ppo.ipynb #46d90fbb
 class Rollout(NamedTuple):
     "What the policy did, flattened: n = steps x lanes."
     obs: Tensor     # (n, inputs)
@@ -154,6 +154,18 @@ class Rollout(NamedTuple):
     logp: Tensor    # (n,) when it was taken
     adv: Tensor     # (n,)
     ret: Tensor     # (n,)
+
+
+def minibatch_loss(
+    model: nn.Module,
+    mini: Rollout,
+    rules: tuple[float, float, float],  # clip_range, value_coef, entropy_coef
+    bf16: bool = False,                 # matrix products in bfloat16
+) -> tuple[Tensor, Tensor]:             # loss (), parts (6,)
+    "`ppo_loss` of a minibatch."
+    with amp(mini.obs.device, bf16): logits, value = model(mini.obs)
+    logp, entropy = log_policy(logits.to(mini.logp.dtype), mini.action)
+    return ppo_loss(logp, mini.logp, entropy, value.to(mini.ret.dtype), mini.adv, mini.ret, *rules)
 
 
 def update(
@@ -173,11 +185,9 @@ def update(
     if by_hand:
         logits, value, back = model.traced(mini.obs)
         parts, *grads = ppo_gradients(logits, value, *mini[1:], *rules)
-        back(*grads)
+        for p, g in zip(model.parameters(), back(*grads)): p.grad = g
     else:
-        with amp(mini.obs.device, bf16): logits, value = model(mini.obs)
-        logp, entropy = log_policy(logits.to(mini.logp.dtype), mini.action)
-        loss, parts = ppo_loss(logp, mini.logp, entropy, value.to(mini.ret.dtype), mini.adv, mini.ret, *rules)
+        loss, parts = minibatch_loss(model, mini, rules, bf16)
         model.zero_grad(set_to_none=True)
         loss.backward()
     if target_kl is not None: stopped = torch.maximum(stopped, (parts[4] > 1.5 * target_kl).float())
@@ -191,6 +201,21 @@ def lr_table(cfg: PPO, rollouts: int) -> Tensor:
     "Learning rate of every rollout of the run, (rollouts,); linear to 0 when annealed."
     t = torch.arange(rollouts, dtype=torch.float64) / rollouts
     return (cfg.lr * (1 - t) if cfg.anneal else cfg.lr + 0 * t).float()
+
+# %% ../../nbs/train/52_ppo.ipynb #b183a689
+class Written(torch.autograd.Function):
+    "Loss of a minibatch whose backward is written out: `Written.apply(model, mini, rules, *model.parameters())` gives loss () and parts (6,)."
+    @staticmethod
+    def forward(ctx: Any, model: ActorCritic, mini: Rollout, rules: tuple[float, float, float], *params: Tensor) -> tuple[Tensor, Tensor]:
+        logits, value, ctx.back = model.traced(mini.obs)
+        parts, *ctx.grads = ppo_gradients(logits, value, *mini[1:], *rules)
+        ctx.mark_non_differentiable(parts)
+        return parts[0].clone(), parts
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.back(*(g * x for x in ctx.grads))
 
 # %% ../../nbs/train/52_ppo.ipynb #dd6fd53f
 class PPOTrainer:

@@ -137,7 +137,7 @@ def ppo_workload(params: Params, table: Any) -> "Workload":
     "Minibatches of one short rollout of an untrained policy; the loss of `PPOTrainer`'s update."
     from foxhunt.hardware.audit import Workload
     from foxhunt.models.mlp import ActorCritic, param_groups
-    from foxhunt.train.ppo import Rollout, act, gae, log_policy, ppo_loss
+    from foxhunt.train.ppo import Rollout, Written, act, gae, minibatch_loss
     cfg, (inputs, actions) = params.train.ppo, sizes(table, params)
     model = lambda: ActorCritic(inputs, cfg.hidden, actions)
 
@@ -160,10 +160,9 @@ def ppo_workload(params: Params, table: Any) -> "Workload":
         return tuple(x[at] for x in data)
 
     def loss(m: nn.Module, b: tuple) -> Tensor:
-        obs, action, logp_old, adv, ret = b
-        logits, value = m(obs)
-        logp, entropy = log_policy(logits, action)
-        return ppo_loss(logp, logp_old, entropy, value, adv, ret, cfg.clip_range, cfg.value_coef, cfg.entropy_coef)[0]
+        mini, rules = Rollout(*b), (cfg.clip_range, cfg.value_coef, cfg.entropy_coef)
+        if torch.is_autocast_enabled(mini.obs.device.type): return minibatch_loss(m, mini, rules)[0]     # as the trainer: half-precision products are autograd's
+        return Written.apply(m, mini, rules, *m.parameters())[0]
 
     return Workload("ppo", model, lambda m: fused_adam(param_groups(m, 0.0), cfg.lr, eps=1e-5), batch, loss, infer=lambda m, b: m(b[0]),
                     step=lambda m, b: m.actor(b[0][:1]).argmax(-1), clip=cfg.max_grad_norm, batch_size=cfg.minibatch)
