@@ -194,4 +194,6 @@ def test_readme_tells_the_result_that_is_committed():
     for name, label in (("dqn", "DQN"), ("ppo", "PPO")):
         m = json.loads((ROOT / "metrics" / f"{name}.json").read_text())
         assert f"{label} {m['net']:+,.0f}" in text, f"README: {label} earned {m['net']:+,.0f} in metrics/{name}.json"
+        interval = f"{m['sharpe_low']:.1f} to {m['sharpe_high']:.1f})"
+        assert text.split(f"{label} {m['net']:+,.0f} (")[1].split(", ")[0].endswith(interval), f"README: {label}'s Sharpe interval is {interval} in metrics/{name}.json"
     assert f"throughout {m['long']:+,.0f}" in text and f"oracle {m['oracle']:,.0f}" in text
