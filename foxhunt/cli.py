@@ -360,14 +360,14 @@ def audit(
 def budget(
     models: Annotated[Optional[str], typer.Option(help="comma separated; default: all")] = None,
     vram_gb: Annotated[float, typer.Option(help="memory of the card, GB of 1024 MiB")] = 4.0,
-    bench: Annotated[Optional[Path], typer.Option(help="result of `foxhunt bench`: puts times into the plans")] = None,
+    bench: Annotated[Optional[list[Path]], typer.Option(help="result of `foxhunt bench`: puts times into the plans; repeat it for several")] = None,
     profile: Profile = None, params: ParamsFile = None, json: Json = None,
 ):
     "Predicted GPU memory of every model, precision and batch; the largest batch; training plans."
     from foxhunt.core import own_file, write_json
     from foxhunt.bench.budget import budget_report
-    if json: own_file(json, bench)
-    report = budget_report(wanted(models), load_params(params, profile), vram_gb, bench)
+    if json: own_file(json, *bench or ())
+    report = budget_report(wanted(models), load_params(params, profile), vram_gb, bench or ())
     for title, rows in report["tables"].items(): typer.echo(f"\n{title}"); typer.echo(rows_as_table(rows))
     for line in report["plans"]: typer.echo(line)
     if json: write_json(json, report)

@@ -4,7 +4,7 @@ import dataclasses, json
 import pytest
 from typer.testing import CliRunner
 
-from foxhunt.bench.budget import LIMIT, Case, batch_of, bench_seconds, budget_report, read_measured, footprint, largest_of, record_all, stretch, the_card
+from foxhunt.bench.budget import LIMIT, Case, batch_of, budget_report, read_measured, footprint, largest_of, record_all, stretch, the_card
 from foxhunt.bench.epochs import run_benchmark
 from foxhunt.core import UserError
 from foxhunt.hardware.memory import CARDS, MIB, Trace, static_footprint
@@ -69,9 +69,9 @@ def test_times_come_from_a_real_benchmark_file(tmp_path):
     small = dataclasses.replace(CFG, train=dataclasses.replace(CFG.train, dqn=dataclasses.replace(CFG.train.dqn, hidden=(16,), updates_per_epoch=4, epochs=7)))
     bench = run_benchmark(["dqn"], None, small, 4, tmp_path / "bench.json", "cpu", batches=(4,), seconds=0.02)
     summary = bench["models"]["dqn"]["epoch"]["summary"]
-    assert bench_seconds(tmp_path / "bench.json", ["dqn", "tft"], small) == {"dqn": 7 * summary["mean"]} and summary["mean"] > 0
+    assert read_measured([tmp_path / "bench.json"], ["dqn", "tft"], small).seconds == {"dqn": 7 * summary["mean"]} and summary["mean"] > 0
     bench["models"] = {"dqn": {"model": "dqn", "error": "out of memory"}}; (tmp_path / "failed.json").write_text(json.dumps(bench))
-    assert bench_seconds(tmp_path / "failed.json", ["dqn"], small) == {}
+    assert read_measured([tmp_path / "failed.json"], ["dqn"], small).seconds == {}
 
 
 GOOD = {"device": {"gpu": None}, "machine": {"cpu": "a slow CPU"}, "models": {"ppo": {"epoch": {"summary": {"mean": 2.0}}}, "dqn": {"inference": [{"batch": 1, "summary": {"p50": 0.002}}]}}}
@@ -79,21 +79,32 @@ GOOD = {"device": {"gpu": None}, "machine": {"cpu": "a slow CPU"}, "models": {"p
 
 def test_whose_times_they_are_is_said(tmp_path):
     "Times of a CPU under the memory of a card: the plans name the CPU, and the DQN's latency meets its threshold."
-    f = tmp_path / "b.json"; f.write_text(json.dumps(GOOD)); r = budget_report(["ppo"], CFG, bench=f)
+    f = tmp_path / "b.json"; f.write_text(json.dumps(GOOD)); r = budget_report(["ppo"], CFG, benches=[f])
     assert r["measured_on"] == "a slow CPU" and any("measured on a slow CPU" in line for line in r["plans"]) and r["seconds"] == {"ppo": 2.0 * CFG.train.ppo.epochs}
-    assert read_measured(f, ["ppo"], CFG).latency_ms == 2.0
+    assert read_measured([f], ["ppo"], CFG).latency_ms == 2.0
+
+
+def test_several_benchmarks_are_of_one_device_and_of_different_models(tmp_path):
+    one, two = tmp_path / "ppo.json", tmp_path / "tft.json"; one.write_text(json.dumps(GOOD))
+    say = lambda model, cpu: two.write_text(json.dumps({"device": {"gpu": None}, "machine": {"cpu": cpu}, "models": {model: {"epoch": {"summary": {"mean": 3.0}}}}}))
+    say("tft", "a slow CPU"); got = read_measured([two, one], ["ppo", "tft"], CFG)
+    assert got.seconds == {"ppo": 2.0 * CFG.train.ppo.epochs, "tft": 3.0 * CFG.train.tft.epochs} and got.latency_ms == 2.0
+    say("ppo", "a slow CPU")
+    with pytest.raises(UserError, match="tft.json: ppo measured twice"): read_measured([one, two], ["ppo"], CFG)
+    say("tft", "a quick CPU")
+    with pytest.raises(UserError, match="tft.json: measured on a quick CPU, the others on a slow CPU"): read_measured([one, two], ["ppo", "tft"], CFG)
 
 
 @pytest.mark.parametrize("text, says", [("NaN", "is nan"), ("-1", "is -1"), ("0", "is 0"), ('"2"', "is '2'"), ("true", "is True"), ("null", "is None"), ("Infinity", "is inf")])
 def test_a_time_that_is_none(tmp_path, text, says):
     f = tmp_path / "b.json"; f.write_text(json.dumps(GOOD).replace("2.0", text))
-    with pytest.raises(UserError, match=f"b.json: ppo: mean epoch {says}; expected seconds"): read_measured(f, ["ppo"], CFG)
+    with pytest.raises(UserError, match=f"b.json: ppo: mean epoch {says}; expected seconds"): read_measured([f], ["ppo"], CFG)
 
 
 @pytest.mark.parametrize("broken", [{"device": None}, {"machine": {}}, {"models": {"ppo": {"epoch": None}}}, {"models": {"ppo": 3}}, {"models": {"ppo": {"epoch": {}}}}])
 def test_a_damaged_benchmark(tmp_path, broken):
     f = tmp_path / "b.json"; f.write_text(json.dumps(GOOD | broken))
-    with pytest.raises(UserError, match="b.json: damaged"): read_measured(f, ["ppo"], CFG)
+    with pytest.raises(UserError, match="b.json: damaged"): read_measured([f], ["ppo"], CFG)
 
 
 @pytest.mark.parametrize("gb", [float("nan"), float("inf"), -1, 0, 4096])
@@ -106,8 +117,8 @@ def test_bad_input(tmp_path):
     with pytest.raises(UserError, match="^unknown model 'lstm'; known: dqn, ppo"): budget_report(["lstm"], CFG)
     with pytest.raises(UserError, match="CUDA context alone takes 420 MiB"): the_card(0.2)
     bad = tmp_path / "bench.json"; bad.write_text(json.dumps({"rows": []}))
-    with pytest.raises(UserError, match="no `models` in it"): bench_seconds(bad, ["ppo"], CFG)
-    with pytest.raises(UserError, match="missing.json"): bench_seconds(tmp_path / "missing.json", ["ppo"], CFG)
+    with pytest.raises(UserError, match="no `models` in it"): read_measured([bad], ["ppo"], CFG).seconds
+    with pytest.raises(UserError, match="missing.json"): read_measured([tmp_path / "missing.json"], ["ppo"], CFG).seconds
     assert the_card(4).memory == 4096 * MIB
 
 

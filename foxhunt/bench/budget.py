@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LIMIT', 'REPORTED', 'MARKS', 'BATCHES', 'Case', 'case_workload', 'recorded', 'record_all', 'stretch', 'footprint',
-           'largest_of', 'sizes', 'footprint_rows', 'Measured', 'read_measured', 'bench_seconds', 'batch_of',
-           'the_card', 'budget_report']
+           'largest_of', 'sizes', 'footprint_rows', 'Measured', 'read_measured', 'batch_of', 'the_card',
+           'budget_report']
 
 # %% ../../nbs/bench/75_budget.ipynb #f96388a8
 import dataclasses, math, sys
@@ -154,13 +154,8 @@ def _positive(x: Any, where: str) -> float:
     return float(x)
 
 
-def read_measured(
-    bench: Path | str | None,   # JSON of `foxhunt bench`
-    models: Sequence[str],
-    params: Params,
-) -> Measured:
-    "Times from a benchmark, and whose they are. A file that is not one, or is damaged, is a `UserError`."
-    if bench is None: return Measured({})
+def _measured(bench: Path | str, models: Sequence[str], params: Params) -> Measured:
+    "Of one file."
     whole = read_json(bench); found = whole.get("models")
     if not isinstance(found, Mapping): raise UserError(f"{bench}: no `models` in it; make it with `foxhunt bench --out {bench}`")
     try:
@@ -172,9 +167,19 @@ def read_measured(
     return Measured(seconds, on, None if forward is None else 1e3 * _positive(forward, f"{bench}: dqn: forward"))
 
 
-def bench_seconds(bench: Path | str | None, models: Sequence[str], params: Params) -> dict[str, float]:
-    "The times alone, see `read_measured`."
-    return read_measured(bench, models, params).seconds
+def read_measured(
+    benches: Sequence[Path | str],   # JSON of `foxhunt bench`; none: no times
+    models: Sequence[str],
+    params: Params,
+) -> Measured:
+    "Times from benchmarks of one device, and whose they are. A file that is not one, or is damaged, another device, or a model measured twice is a `UserError`."
+    got = Measured({})
+    for bench in benches:
+        m = _measured(bench, models, params)
+        if got.on and m.on != got.on: raise UserError(f"{bench}: measured on {m.on}, the others on {got.on}; name results of one device")
+        if twice := got.seconds.keys() & m.seconds.keys(): raise UserError(f"{bench}: {', '.join(sorted(twice))} measured twice; name one result for each model")
+        got = Measured(got.seconds | m.seconds, m.on, m.latency_ms if got.latency_ms is None else got.latency_ms)
+    return got
 
 # %% ../../nbs/bench/75_budget.ipynb #59c774ca
 BATCHES = (32, 64, 128, 256)
@@ -241,10 +246,10 @@ def _plan_rows(drawn: Sequence[Plan]) -> list[dict]:
                  shortest_s=p.seconds and p.seconds[0], longest_s=p.seconds and p.seconds[1], why=p.why) for p in drawn]
 
 
-def _said(drawn: Sequence[Plan], models: Sequence[str], bench: Path | None, got: Measured, card: Card) -> list[str]:
+def _said(drawn: Sequence[Plan], models: Sequence[str], benches: Sequence[Path], got: Measured, card: Card) -> list[str]:
     "The plans in words."
     out = [f"{p} ({p.why})" for p in drawn if p.precision in ("fp32", "bf16")]
-    if bench and (lost := sorted(set(models) - set(got.seconds))): out.append(f"no time for {', '.join(lost)} in {bench}: the plans' times are unknown")
+    if benches and (lost := sorted(set(models) - set(got.seconds))): out.append(f"no time for {', '.join(lost)} in {', '.join(map(str, benches))}: the plans' times are unknown")
     elif got.seconds: out.append(f"times measured on {got.on}, whatever the card; memory predicted for {card.name}")
     return [*out, "int8 is for inference: an update is smaller than one of its steps. Parallel training is planned in bf16 (fp16 has the same size and needs "
             "loss scaling) with float32 master weights, gradients and optimizer state."]
@@ -254,12 +259,12 @@ def budget_report(
     models: list[str],
     params: Params,
     vram_gb: float = 4.0,        # memory of the card, GB of 1024 MiB
-    bench: Path | None = None,   # result of `foxhunt bench`, for times
+    benches: Sequence[Path] = (),   # results of `foxhunt bench`, for times
     latency_ms: float | None = None,   # measured inference of the DQN, for its threshold; None: the benchmark's
 ) -> dict:                       # card, tables {title: rows}, plans (lines); MB are MiB, as in seed 004
     "Predicted memory of every model, the largest batches, thresholds and plans."
     card, models = the_card(vram_gb), [spec(m).name for m in models]
-    got, asked = read_measured(bench, models, params), {m: _cases(m, params) for m in models}
+    got, asked = read_measured(benches, models, params), {m: _cases(m, params) for m in models}
     found = record_all([c for a in asked.values() for c in (*a["precision"], *a["shape"])], params)
     traces = {c: t for c, t in found.items() if isinstance(t, Trace)}; failed = {c: t for c, t in found.items() if c not in traces}
     if bad := next((c for c in failed if c.precision == "fp32"), None):
@@ -281,4 +286,4 @@ def budget_report(
     drawn = [p for together in (True, False) for p in plans(chosen, card, got.seconds or None, together) if together or p.kind == "parallel"]
     tables["Training plans"] = _plan_rows(drawn)
     return {"card": dataclasses.asdict(card) | {"capacity": card.capacity}, "profile": params.profile, "seconds": got.seconds, "measured_on": got.on,
-            "kind": "predicted", "tables": tables, "plans": _said(drawn, models, bench, got, card)}
+            "kind": "predicted", "tables": tables, "plans": _said(drawn, models, benches, got, card)}

@@ -9,7 +9,7 @@ __all__ = ['ENOUGH', 'BATCH', 'Times', 'stopwatch', 'known', 'time_epochs', 'con
            'duration', 'summary_rows']
 
 # %% ../../nbs/bench/71_epochs.ipynb #70bd9a35
-import dataclasses, gc, importlib.util, itertools, math, tempfile, time, typing
+import dataclasses, gc, importlib.util, itertools, math, time, typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from .stats import forecast, mean_interval, summarize, warm_up, drift
-from ..core import UserError, choose_device, jsonable, machine, own_file, progress, synchronize, write_json, writing
+from ..core import UserError, choose_device, jsonable, machine, own_file, progress, synchronize, write_json
 from ..hardware.audit import Workload, build, training_step
 from ..hardware.batch_size import is_out_of_memory, release
 from ..params import Params
@@ -349,14 +349,6 @@ def bench_model(
     return jsonable(out)
 
 # %% ../../nbs/bench/71_epochs.ipynb #34a2323f
-def _can_write(out: str | Path) -> None:
-    "A place that cannot be written is told before the measuring, not after it."
-    path = own_file(out) and Path(out)
-    with writing(path, path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent): pass
-
-
 def _head(choice: Any, params: Params) -> dict[str, Any]:
     "What is the same for all models."
     gpu = torch.cuda.get_device_name(choice.device) if choice.device.type == "cuda" else None
@@ -381,7 +373,7 @@ def run_benchmark(
     names = list(dict.fromkeys(spec(m).name for m in models)); choice = choose_device(device)
     if not names: raise UserError(f"no models to benchmark; known: {', '.join(MODELS)}")
     for m in names: require_code(m)
-    if out is not None: _can_write(out)
+    if out is not None: own_file(out)                 # told before the measuring, not after it
     tables = dict(table) if isinstance(table, Mapping) else {"book" if hasattr(table, "book") else "bars": table} if table is not None else {}
     bench = _head(choice, params)
     for m in progress(names, "bench", unit="model"):

@@ -20,7 +20,7 @@ from ..data.windows import TRAIN, synthetic_table
 from ..market.env import BODY, COST, FILL, GAP, LAST, Market, make_market, reset, state_observation, step
 from ..market.oracle import oracle
 from ..params import DQN, PPO, Env
-from .race import fastest, peer, quiet, rows_of
+from .race import FLOOR, fastest, peer, products, quiet, rows_of
 from ..train.dqn import DQNTrainer, adam, update
 from ..train.ppo import PPOTrainer
 from ..train.replay import MarketLanes, dense_key, dense_replay, index_replay, walk_split
@@ -98,7 +98,8 @@ def update_rows(batch: int, market: Market, rules: Env, **options: Any) -> tuple
     "One update, in single precision and in the fastest precision."
     with quiet(): peer_call = sb3_update(batch, market, rules)
     calls = dict(fp32=our_update(batch)); calls["best"] = fastest(dict(fp32=calls["fp32"], bf16=our_update(batch, bf16=True), compiled=our_update(batch, compile=True)))
-    made = {mode: rows_of("dqn-update", f"batch {batch}", {"stable-baselines3": peer_call, "foxhunt": call}, mode, **options) for mode, call in calls.items()}
+    floor = products(calls["fp32"])
+    made = {mode: rows_of("dqn-update", f"batch {batch}", {"stable-baselines3": peer_call, "foxhunt": call, FLOOR: floor}, mode, **options) for mode, call in calls.items()}
     return [r for rows, _ in made.values() for r in rows], {f"dqn-update {mode}": others for mode, (_, others) in made.items()}
 
 # %% ../../nbs/peers/90_agents.ipynb #1759ce45
@@ -133,7 +134,7 @@ def dqn_rows(market: Market, rules: Env, steps: int = 1024, **options: Any) -> t
     trainer = DQNTrainer(market, cfg, rules)
     trainer.world.steps_per_epoch = steps // 64
     trainer.run_epoch()
-    rows, others = rows_of("dqn-end-to-end", f"{steps} steps", {"stable-baselines3": call, "foxhunt": trainer.run_epoch}, **options)
+    rows, others = rows_of("dqn-end-to-end", f"{steps} steps", {"stable-baselines3": call, "foxhunt": trainer.run_epoch, FLOOR: products(trainer.run_epoch)}, **options)
     return rows, {"dqn-end-to-end": others}
 
 
@@ -161,10 +162,10 @@ def ppo_rows(market: Market, rules: Env, **options: Any) -> tuple[list[dict[str,
     for work, sizes in (("ppo-same", dict(lanes=8, rollout=128, minibatch=64)), ("ppo-default", MANY)):
         ours = {mode: our_ppo(market, rules, **sizes, compile=mode == "compiled").run_epoch for mode in ("fp32", "compiled")}
         for f in ours.values(): f()
+        floor, per = products(ours["fp32"]), 1024 / (sizes["lanes"] * sizes["rollout"])    # per 1,024 steps, as the peer
         for mode, run in dict(fp32=ours["fp32"], best=fastest(ours)).items():
-            (row,), notes[f"{work} {mode}"] = rows_of(work, f"{sizes['lanes']} lanes, minibatch {sizes['minibatch']}", {"stable-baselines3": call, "foxhunt": run}, mode, **options)
-            row["ours_ms"] *= 1024 / (sizes["lanes"] * sizes["rollout"])           # per 1,024 steps, as the peer
-            out.append(row | dict(ratio=row["peer_ms"] / row["ours_ms"]))
+            (row,), notes[f"{work} {mode}"] = rows_of(work, f"{sizes['lanes']} lanes, minibatch {sizes['minibatch']}", {"stable-baselines3": call, "foxhunt": run, FLOOR: floor}, mode, **options)
+            out.append(row | dict(ours_ms=row["ours_ms"] * per, ratio=row["ratio"] / per, products_ms=row["products_ms"] * per, limit=row["limit"] / per))
     return out, notes
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core import progress
 from .. import params
-from .race import fastest, peer, quiet, quietest, race, rows_of
+from .race import FLOOR, fastest, peer, products, quiet, quietest, race, rows_of
 from ..train.forecast import forecast_loss
 
 # %% ../../nbs/peers/91_sequence.ipynb #f6e96555
@@ -131,9 +131,10 @@ def tft_rows(
     for b in progress(batches, "tft"):
         target = torch.randn(b, size.horizon)
         train = {c.name: train_call(c, b, quantile_loss, target) for c in them}
-        add("tft-train", b, train)
+        floor = {FLOOR: products(train["foxhunt"])}
+        add("tft-train", b, train | floor)
         add("tft-forward", b, {c.name: forward_call(c, b) for c in them})
-        if b in best: add("tft-train", b, {c.name: fastest({"fp32": train[c.name], "bf16": train_call(c, b, quantile_loss, target, torch.bfloat16)}) for c in them}, "best")
+        if b in best: add("tft-train", b, {c.name: fastest({"fp32": train[c.name], "bf16": train_call(c, b, quantile_loss, target, torch.bfloat16)}) for c in them} | floor, "best")
     return out, notes
 
 # %% ../../nbs/peers/91_sequence.ipynb #bc11f8be
@@ -234,8 +235,9 @@ def mamba_rows(
         del trials
         theirs = mamba_transformers(size, chunk)
         train = {c.name: train_call(c, b, mse, target) for c in (ours, theirs)}
-        add("mamba2-train", f"batch {b}", train)
-        add("mamba2-train", f"batch {b}", {c.name: fastest({"fp32": train[c.name], "bf16": train_call(c, b, mse, target, torch.bfloat16)}) for c in (ours, theirs)}, "best")
+        floor = {FLOOR: products(train["foxhunt"])}
+        add("mamba2-train", f"batch {b}", train | floor)
+        add("mamba2-train", f"batch {b}", {c.name: fastest({"fp32": train[c.name], "bf16": train_call(c, b, mse, target, torch.bfloat16)}) for c in (ours, theirs)} | floor, "best")
         add("mamba2-forward", f"batch {b}", {c.name: forward_call(c, b) for c in (ours, theirs)})
     add("mamba2-step", "batch 1", mamba_step_calls(ours, theirs, size))
     add("mamba2-step", "batch 1", mamba_step_calls(ours, theirs, size, compiled=True), "best")
