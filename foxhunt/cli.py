@@ -321,8 +321,9 @@ def wanted(models: str | None) -> list[str]:
 
 
 def rows_as_table(rows: list[dict]) -> str:
-    "Dictionaries with the same keys as aligned columns."
-    cells = [[str(k).replace("_", " ") for k in rows[0]], *[["" if v is None else f"{v:,.4g}" if isinstance(v, float) else str(v) for v in r.values()] for r in rows]]
+    "Dictionaries as aligned columns, in the order of their first appearance; what a row does not have stays empty."
+    keys, text = list(dict.fromkeys(k for r in rows for k in r)), lambda v: "" if v is None else f"{v:,.4g}" if isinstance(v, float) else str(v)
+    cells = [[str(k).replace("_", " ") for k in keys], *[[text(r.get(k)) for k in keys] for r in rows]]
     width = [max(len(r[i]) for r in cells) for i in range(len(cells[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(r, width)).rstrip() for r in cells)
 

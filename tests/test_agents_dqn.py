@@ -16,7 +16,7 @@ from foxhunt.market.env import make_market
 from foxhunt.market.oracle import oracle
 from foxhunt.models.mlp import QNetwork, parameters
 from foxhunt.params import DQN, Env
-from foxhunt.train.dqn import STATS, DQNTrainer, adam, adam_state, dqn_loss, dqn_targets, load_adam, rebuild, seeded, target_weight, update
+from foxhunt.train.dqn import STATS, DQNTrainer, act, adam, adam_state, dqn_loss, dqn_targets, load_adam, rebuild, seeded, target_weight, update
 from foxhunt.train.replay import Batch, GymLanes, MarketLanes, SumTree, dense_replay, index_replay, walk_split
 
 GOLDEN = Path(__file__).parent / "golden" / "agents_dqn_sb3.safetensors"
@@ -235,6 +235,44 @@ def test_dqn_learns_the_sine():
     assert all(h["q_max"] <= h["q_bound"] for h in history)
 
 
+@pytest.mark.unit
+def test_acting_traced_equals_eager():
+    g = generator(0, "act"); q, u, other = torch.randn(64, 11, generator=g), torch.rand(64, generator=g), torch.randint(11, (64,), generator=g)
+    a = act(q, torch.tensor(0.3), u, other)
+    assert torch.equal(a, torch.compile(act, backend="aot_eager", fullgraph=True)(q, torch.tensor(0.3), u, other)) and 0.1 < (a != q.argmax(-1)).float().mean() < 0.5
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("double", (False, True))
+def test_an_update_uses_the_targets_and_the_weights(double):
+    "A slow network of its own and uneven importance weights: errors and loss are those of the pure functions."
+    net, _ = pair(); slow = seeded(lambda: QNetwork(6, (16, 16), 3), 1, "slow").requires_grad_(False)
+    b = batch(); b = b._replace(weight=torch.rand(32, generator=generator(0, "w")))
+    with torch.no_grad():
+        y = {d: dqn_targets(b.reward, b.discount, slow(b.next_obs), net(b.next_obs) if d else None) for d in (False, True)}
+        loss, error = dqn_loss(net(b.obs), b.action, y[double], b.weight)
+        even, _ = dqn_loss(net(b.obs), b.action, y[double], torch.ones(32))
+    assert not torch.allclose(y[False], y[True]) and not torch.isclose(loss, even)            # the example tells them apart
+    got, stats = update(net, slow, adam(net, 1e-3), b, double=double)
+    torch.testing.assert_close((got, stats[0]), (error, loss))
+
+
+@pytest.mark.integration
+def test_the_trainer_feeds_priorities_beta_and_learning_rate(market, monkeypatch):
+    cfg = dataclasses.replace(TINY, prioritized=True, anneal=True, lr=1e-2, beta=0.4)
+    trainer, betas, seen = DQNTrainer(market, cfg, RULES), [], []
+    sample, step = trainer.replay.sample, trainer._update
+    monkeypatch.setattr(trainer.replay, "sample", lambda b, gen, beta: betas.append(beta) or sample(b, gen, beta))
+    def spied(*args, **kw): seen.append(trainer.opt.param_groups[0]["lr"].item()); return step(*args, **kw)
+    trainer._update = spied
+    for _ in range(cfg.epochs): trainer.run_epoch()
+    mass = trainer.replay.tree.leaf[trainer.replay.tree.leaf > 0]
+    assert mass.unique().numel() > 10                                                        # priorities come back from the errors
+    assert betas == sorted(betas) and 0.4 <= betas[0] < 0.7 and betas[-1] == 1.0               # importance weights are whole at the end
+    last = len(trainer.lr) - 1
+    assert seen == trainer.lr[[min(cfg.epochs * cfg.updates_per_epoch - len(seen) + 1 + i, last) for i in range(len(seen))]].tolist() and seen[-1] < seen[0]
+
+
 @pytest.mark.integration
 def test_mistakes_are_named(market):
     with pytest.raises(UserError, match="needs more than n_step"): DQNTrainer(market, dataclasses.replace(TINY, replay_size=16, learn_starts=16), RULES)
@@ -273,6 +311,20 @@ def test_dqn_uses_cuda_device(market):
 
 @pytest.mark.gpu
 @pytest.mark.device
+def test_dqn_steps_agree_across_devices(market):
+    "From one saved state, the same twenty batches on both."
+    there = make_market(synthetic_table(600, kind="sinusoid"), TRAIN, RULES, device="cuda")
+    a = DQNTrainer(there, TINY, RULES, device="cuda", seed=3); a.run_epoch(); a.run_epoch()
+    b = DQNTrainer(market, TINY, RULES, seed=3); b.load_state_dict(a.state_dict())
+    n = a.world.inputs
+    for i in range(20):
+        data = batch(inputs=n, actions=11, seed=i)
+        update(a.model, a.target, a.opt, Batch(*(x.cuda() for x in data)), tau=0.1); update(b.model, b.target, b.opt, data, tau=0.1)
+    torch.testing.assert_close(flat(a.model, a.target).cpu(), flat(b.model, b.target), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.device
 def test_dqn_update_never_synchronises_and_graphs():
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -286,7 +338,7 @@ def test_dqn_update_never_synchronises_and_graphs():
     graph, before = torch.cuda.CUDAGraph(), flat(net).clone()
     with torch.cuda.graph(graph): update(net, slow, opt, b, tau=0.1)
     twin, tslow = copy.deepcopy(net), copy.deepcopy(slow); topt = adam(twin, 1e-3); load_adam(topt, twin, adam_state(opt, net))
-    for _ in range(5): graph.replay(); update(twin, tslow, topt, b, tau=0.1)
+    for _ in range(100): graph.replay(); update(twin, tslow, topt, b, tau=0.1)
     assert not torch.equal(flat(net), before)
     torch.testing.assert_close(flat(net), flat(twin), rtol=1e-4, atol=1e-5)
 

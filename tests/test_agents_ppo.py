@@ -1,9 +1,11 @@
 """PPO: laws that cross notebooks, bad input, and the numbers of Stable-Baselines3 (stored; recomputed under the `peers` marker)."""
+import copy
 import dataclasses
 import functools
 import math
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -16,9 +18,9 @@ from foxhunt.market.oracle import oracle
 from foxhunt.models.mlp import ActorCritic
 from foxhunt.params import PPO, Env
 from foxhunt.train import ppo
-from foxhunt.train.dqn import adam, seeded
+from foxhunt.train.dqn import adam, adam_state, load_adam, seeded
 from foxhunt.train.ppo import LOSSES, PPOTrainer, Rollout, explained_variance, gae, normalise, ppo_loss, rebuild, update
-from foxhunt.train.replay import walk_split
+from foxhunt.train.replay import GymLanes, walk_split
 
 GOLDEN = Path(__file__).parent / "golden" / "agents_ppo_sb3.safetensors"
 RULES = Env(episode_bars=50)
@@ -104,10 +106,18 @@ def test_gae_never_crosses_an_end():
         assert torch.equal(a[:10], b[:10]) and not torch.equal(a[10:], b[10:])
 
 
-def hundred(step, dtype=torch.float64):
+def hundred(step, dtype=torch.float64, **rules):
     model = net(dtype); opt, flag = adam(model, 1e-3), torch.zeros(())
-    for i in range(100): flag, _ = step(model, opt, mini(seed=i, dtype=dtype), flag)
-    return flat(model)
+    for i in range(100): flag, _ = step(model, opt, mini(seed=i, dtype=dtype), flag, **rules)
+    return flat(model), opt.state[model.first.weight]["step"].item()
+
+
+STOPS = pytest.mark.parametrize("rules", ({}, dict(target_kl=0.05)), ids=("to the end", "stopped by KL"))
+
+
+def check_same_hundred(step, rules, within):
+    (a, n), (b, m) = hundred(update, **rules), hundred(step, **rules)
+    assert n == m and (n == 100 or rules and 3 < n < 97) and (a - b).norm() / a.norm() <= within
 
 
 @pytest.mark.unit
@@ -126,23 +136,39 @@ def test_written_gradients_are_those_of_autograd(hidden, n):
     assert n < 50 or 0.1 < made[0][0][LOSSES.index("clip_fraction")] < 1
 
 
+@STOPS
 @pytest.mark.unit
-def test_written_gradients_make_the_same_hundred_steps():
-    a, b = hundred(update), hundred(functools.partial(update, by_hand=True))
-    assert (a - b).norm() / a.norm() <= 1e-9
+def test_written_gradients_make_the_same_hundred_steps(rules): check_same_hundred(functools.partial(update, by_hand=True), rules, 1e-9)
 
 
+@STOPS
 @pytest.mark.unit
-def test_traced_equals_eager():
-    a, b = hundred(update), hundred(torch.compile(update, backend="aot_eager"))
-    assert (a - b).norm() / a.norm() <= 1e-5
+def test_traced_equals_eager(rules): check_same_hundred(torch.compile(update, backend="aot_eager"), rules, 1e-5)
 
 
+@STOPS
 @pytest.mark.slow
 @pytest.mark.unit
-def test_compiled_equals_eager():
-    a, b = hundred(update), hundred(torch.compile(update))
-    assert (a - b).norm() / a.norm() <= 1e-5
+def test_compiled_equals_eager(rules): check_same_hundred(torch.compile(update), rules, 1e-5)
+
+
+@pytest.mark.unit
+def test_acting_traced_equals_eager():
+    logits, u = mini(64).obs, torch.rand(64, 4, generator=generator(0, "u"))
+    for eager, traced in zip(ppo.act(logits, u), torch.compile(ppo.act, backend="aot_eager", fullgraph=True)(logits, u)): torch.testing.assert_close(eager, traced)
+
+
+@pytest.mark.unit
+def test_the_trainers_kl_stop_survives_compilation(market):
+    "As many steps of the optimizer, and the same weights, with a stop on the way."
+    made = []
+    for compiled in (False, True):
+        t = PPOTrainer(market, dataclasses.replace(TINY, target_kl=0.002, lr=3e-3), RULES, seed=1); t.by_hand = False
+        if compiled: t._update = torch.compile(update, backend="aot_eager")
+        for _ in range(2): t.run_epoch()
+        made.append((t.opt.state[t.model.first.weight]["step"].item(), flat(t.model)))
+    (n, a), (m, b) = made
+    assert 0 < n == m < 2 * t.rollouts * TINY.passes * -(-t.steps * TINY.lanes // TINY.minibatch) and (a - b).norm() / a.norm() <= 1e-5
 
 
 @pytest.mark.unit
@@ -235,6 +261,50 @@ def test_ppo_uses_cuda_device(market):
     with torch.no_grad(): torch.testing.assert_close(trainer.model(obs.cuda())[0].cpu(), here.model(obs)[0], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.device
+@pytest.mark.parametrize("by_hand", (False, True))
+def test_ppo_steps_agree_across_devices(by_hand):
+    "From one state, the same twenty minibatches on both."
+    here = net(); there = copy.deepcopy(here).cuda(); a, b = adam(here, 1e-3), adam(there, 1e-3)
+    for i in range(20):
+        update(here, a, mini(seed=i), torch.zeros(()), target_kl=10.0, by_hand=by_hand)
+        update(there, b, Rollout(*(x.cuda() for x in mini(seed=i))), torch.zeros((), device="cuda"), target_kl=10.0, by_hand=by_hand)
+    torch.testing.assert_close(flat(there).cpu(), flat(here), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.device
+def test_ppo_update_graphs_with_its_stop():
+    "A hundred replays are a hundred eager steps, a reached stop included."
+    model = net().cuda(); opt, data, flag = adam(model, 1e-3), Rollout(*(x.cuda() for x in mini())), torch.zeros((), device="cuda")
+    side = torch.cuda.Stream(); side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3): update(model, opt, data, flag, target_kl=0.05)
+    torch.cuda.current_stream().wait_stream(side)
+    graph, twin = torch.cuda.CUDAGraph(), copy.deepcopy(model); topt = adam(twin, 1e-3); load_adam(topt, twin, adam_state(opt, model))
+    with torch.cuda.graph(graph): after, _ = update(model, opt, data, flag, target_kl=0.05); flag.copy_(after)
+    stopped = torch.zeros((), device="cuda")
+    for _ in range(100): graph.replay(); stopped, _ = update(twin, topt, data, stopped, target_kl=0.05)
+    assert flag.item() == stopped.item() == 1
+    torch.testing.assert_close(flat(model), flat(twin), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.device
+def test_acting_in_a_graph_draws_anew():
+    "Two replays of a captured policy give different samples, and neither writes over the other's copy."
+    model, obs, gen = net().cuda(), mini(64).obs.cuda(), torch.Generator("cuda")
+    go = lambda: ppo.act(model.actor(obs), torch.rand(64, 3, generator=gen, device="cuda"))
+    graph = torch.cuda.CUDAGraph(); graph.register_generator_state(gen)
+    with torch.no_grad():
+        go()
+        with torch.cuda.graph(graph): action, logp = go()
+    graph.replay(); first = action.clone(); kept = first.clone()
+    graph.replay(); torch.cuda.synchronize()
+    assert not torch.equal(first, action) and torch.equal(first, kept)
+
+
 # --- the numbers of Stable-Baselines3 --------------------------------------------------------------------------------
 
 def sb3_numbers():
@@ -300,3 +370,28 @@ def test_ppo_is_stable_baselines_recomputed():
     if not GOLDEN.exists(): save_file({k: v.contiguous() for k, v in now.items()}, GOLDEN)
     stored = load_file(GOLDEN)
     for k, v in now.items(): torch.testing.assert_close(v, stored[k], atol=1e-5, rtol=0)
+
+
+class Count(gym.Env):
+    "Observes the steps made so far; cut after 8."
+    observation_space, action_space = gym.spaces.Box(0, 9, (1,)), gym.spaces.Discrete(2)
+    def reset(self, seed=None, options=None): self.t = 0; return self.seen(), {}
+    def step(self, action): self.t += 1; return self.seen(), 0.0, False, self.t >= 8, {}
+    def seen(self): return np.array([self.t], np.float32)
+
+
+@pytest.mark.unit
+def test_a_cut_episode_is_worth_what_its_own_last_observation_is_worth():
+    "The critic says the step count: behind the cut lies 8, behind the restart 0."
+    cfg = PPO(hidden=(4,), rollout=16, gae_lambda=1e-9, gamma=0.5, epochs=3, scale_returns=False)
+    t = PPOTrainer(GymLanes(Count, steps_per_epoch=16), cfg); t.model.value = lambda obs: obs[..., 0]
+    ret = t.collect()[0].ret
+    torch.testing.assert_close(ret[[6, 7, 8, 15]], torch.tensor([3.5, 4.0, 0.5, 4.0]))       # gamma times the next value
+
+
+@pytest.mark.unit
+def test_the_schedule_reaches_the_optimizer(market):
+    t = PPOTrainer(market, dataclasses.replace(TINY, lr=1e-2, anneal=True), RULES)
+    for _ in range(3): t.run_epoch()
+    last = 3 * t.rollouts - 1
+    assert t.opt.param_groups[0]["lr"].item() == t.lr[last].item() < t.lr[0].item()

@@ -63,24 +63,26 @@ def race(
     calls: dict[str, Callable[[], Any]],  # contenders
     rounds: int = 7,
     inner: int = 3,                       # timed calls in each turn, after one that is not
+    least: float = 0.0,                   # seconds of timed calls in each turn; more than `inner` where they are short
 ) -> Race:
     "Time contenders in turn."
     names, times, before, own = list(calls), {n: [] for n in calls}, _ticks(), time.process_time()
     for r in range(rounds):
         for name in names[r % len(names):] + names[:r % len(names)]:
-            calls[name]()
-            for _ in range(inner):
-                start = time.perf_counter(); calls[name](); times[name].append(1e3 * (time.perf_counter() - start))
+            calls[name](); turn: list[float] = []
+            while len(turn) < inner or sum(turn) < least:
+                start = time.perf_counter(); calls[name](); turn.append(time.perf_counter() - start)
+            times[name] += (1e3 * t for t in turn)
     after, own, others = _ticks(), time.process_time() - own, None
     if before and after and sum(after) > sum(before): others = max(0.0, (after[0] - before[0] - own) / (sum(after) - sum(before)))
     return Race({n: median(t) for n, t in times.items()}, others, rounds)
 
 
-def quietest(calls: dict[str, Callable[[], Any]], rounds: int = 7, inner: int = 3, tries: int = 3, enough: float = 0.05) -> Race:
+def quietest(calls: dict[str, Callable[[], Any]], rounds: int = 7, inner: int = 3, tries: int = 3, enough: float = 0.05, least: float = 0.25) -> Race:
     "The least disturbed of up to `tries` races; stops at one with less than `enough` of the processors taken by others."
     best = None
     for _ in range(tries):
-        r = race(calls, rounds, inner)
+        r = race(calls, rounds, inner, least)
         if best is None or (r.others or 0) < (best.others or 0): best = r
         if (best.others or 0) < enough: break
     return best

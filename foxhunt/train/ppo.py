@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['LOSSES', 'gae', 'normalise', 'Surrogate', 'surrogate', 'weigh', 'ppo_loss', 'explained_variance', 'log_policy', 'act',
-           'ppo_gradients', 'Rollout', 'minibatch_loss', 'update', 'lr_table', 'Written', 'PPOTrainer', 'rebuild']
+           'ppo_gradients', 'Rollout', 'minibatch_loss', 'finish', 'update', 'lr_table', 'Written', 'PPOTrainer',
+           'rebuild']
 
 # %% ../../nbs/train/52_ppo.ipynb #71f2c413
 import dataclasses, math
@@ -168,6 +169,15 @@ def minibatch_loss(
     return ppo_loss(logp, mini.logp, entropy, value.to(mini.ret.dtype), mini.adv, mini.ret, *rules)
 
 
+@torch.compiler.disable
+def finish(model: nn.Module, opt: torch.optim.Optimizer, max_norm: float, stopped: Tensor | None) -> Tensor:
+    "Clip and step, unless stopped (); the norm of the gradients (). What a compiled function sets on an optimizer is lost, so the compiler leaves this alone."
+    norm = clip_in_step(model, opt, max_norm)
+    opt.found_inf = stopped
+    opt.step()
+    return norm
+
+
 def update(
     model: nn.Module,
     opt: torch.optim.Optimizer,
@@ -191,9 +201,7 @@ def update(
         model.zero_grad(set_to_none=True)
         loss.backward()
     if target_kl is not None: stopped = torch.maximum(stopped, (parts[4] > 1.5 * target_kl).float())
-    norm = clip_in_step(model, opt, max_grad_norm)
-    opt.found_inf = stopped if target_kl is not None else None
-    opt.step()
+    norm = finish(model, opt, max_grad_norm, stopped if target_kl is not None else None)
     return stopped, torch.cat([parts, norm.detach()[None].to(parts.dtype)])
 
 
