@@ -176,7 +176,7 @@ def train(
     seed: Seed = None, device: Device = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue an interrupted run of the same data, parameters and code")] = False,
     fresh: Fresh = False,
-    monitor: Annotated[bool, typer.Option("--monitor", help="record the GPU beside the run (gpu.csv)")] = False,
+    monitor: Annotated[bool, typer.Option("--monitor", help="record the GPU in OUT.gpu.csv, beside the run")] = False,
     book: Annotated[Optional[Path], typer.Option(help="folder made by `foxhunt book`, for tlob")] = None,
     profile: Profile = None, params: ParamsFile = None,
 ):
@@ -192,7 +192,7 @@ def train(
     kinds = {spec(m).kind for m in names}
     tables = load_tables(features, book, kinds)
     options = dict(device=p.device, resume=resume, fresh=fresh)
-    with gpu_monitor(out, monitor):
+    with gpu_monitor(out, monitor, p.device):
         if model == "all": done = train_all(names, tables, p, out, **options)
         else: done = {model: train_model(model, tables["book" if "book" in kinds else "bars"], p, out, **options)}
     for name, s in done.items():
@@ -236,12 +236,12 @@ def seeds(
     typer.echo(found["text"])
 
 # %% ../nbs/96_cli.ipynb #d63aaf3e
-def gpu_monitor(out: Path, on: bool):
-    "A GPU monitor beside the run's folder, or nothing."
-    import contextlib
+def gpu_monitor(out: Path, on: bool, device: str):
+    "A monitor of the GPU that trains, its CSV beside the run's folder; or nothing."
     if not on: return contextlib.nullcontext()
+    from foxhunt.core import choose_device
     from foxhunt.hardware.monitor import Monitor
-    return Monitor(out.with_name(out.name + ".gpu.csv"))
+    return Monitor(out.with_name(out.name + ".gpu.csv"), device=choose_device(device).device.index)
 
 
 def final_checkpoint(path: Path, model: str) -> Path:
@@ -384,21 +384,23 @@ def monitor(
 ):
     "GPU time series, alone (until Ctrl-C) or around a command; where there is no GPU it says why and runs the command all the same."
     import time
-    from foxhunt.hardware.monitor import Monitor, monitor_command
+    from foxhunt.hardware.monitor import Ended, Monitor, asked_to_end, monitor_command
     from foxhunt.hardware.monitor import once as snapshot
     if not 0 < interval < math.inf: raise UserError(f"--interval must be more than 0 seconds, got {interval}")
     if ceiling is not None and not 0 < ceiling < math.inf: raise UserError(f"--ceiling must be more than 0 MiB, got {ceiling}")
+    if once and (command or out): raise UserError("--once is one reading: it takes no --out and no command")
     if once: typer.echo(snapshot().text()); return 0
-    live = sys.stderr if sys.stderr.isatty() else None
-    if command:
-        code, summary = monitor_command(command, out, interval, ceiling=ceiling, live=live)
-        typer.echo(summary.text()); return code
-    with Monitor(out, interval, ceiling=ceiling, live=live) as m:
-        if m.gpu is None: typer.echo(f"no GPU to watch: {m.reason}"); return 0
-        try:
-            while True: time.sleep(3600)
-        except KeyboardInterrupt: pass
-    typer.echo(m.summary().text())
+    live, code = sys.stderr if sys.stderr.isatty() else None, 0
+    with asked_to_end():
+        if command: code, summary = monitor_command(command, out, interval, ceiling=ceiling, live=live)
+        else:
+            with Monitor(out, interval, ceiling=ceiling, live=live) as m:
+                if m.gpu is None: typer.echo(f"no GPU to watch: {m.reason}"); return 0
+                try:
+                    while True: time.sleep(3600)
+                except KeyboardInterrupt as e: code = 128 + e.number if isinstance(e, Ended) else 0     # Ctrl-C is how it ends
+            summary = m.summary()
+    typer.echo(summary.text()); return code
 
 # %% ../nbs/96_cli.ipynb #ce2e3dcc
 def pairs(text: str | None, what: str, number=float) -> dict[str, float]:

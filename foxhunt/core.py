@@ -186,7 +186,9 @@ def own_file(
     "The path, if a file can be written there and it is `apart` from the inputs; else a `UserError`: at the start, not after hours of work."
     if Path(path).is_dir(): raise UserError(f"{path}: is a folder; name a file")
     there = next(p for p in Path(path).absolute().parents if p.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK): raise UserError(f"{path}: cannot be written: {there} is {'not a folder' if not there.is_dir() else 'not writable'}")
+    if not there.is_dir(): raise UserError(f"{path}: cannot be written: {there} is not a folder")
+    try: tempfile.TemporaryFile(dir=there).close()                  # asking for the rights is not enough: root has them on a read-only disk and in /proc
+    except OSError: raise UserError(f"{path}: cannot be written: {there} is not writable") from None
     return apart(path, *inputs)
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COLOURS', 'PANELS', 'LOG', 'SMOOTH', 'theme', 'number', 'fact_table', 'price_volume', 'gaps', 'splits', 'training',
-           'equity', 'positions', 'cost_grid']
+           'equity', 'positions', 'cost_grid', 'gpu_timeline']
 
 # %% ../nbs/95_report.ipynb #662eb0fc
 from collections.abc import Mapping, Sequence
@@ -172,4 +172,17 @@ def cost_grid(
     fig, ax = plt.subplots(figsize=(5.5, 2.6), layout="constrained"); top = np.abs(grid.to_numpy()).max() or 1.0
     sns.heatmap(grid, ax=ax, annot=True, fmt=",.0f", center=0, vmin=-top, vmax=top, cmap="RdBu", cbar=False, annot_kws={"fontsize": 8})
     ax.set(title=title, xlabel="commission and fees, times the contract's", ylabel="slippage (ticks)")
+    return fig
+
+# %% ../nbs/95_report.ipynb #4e0b87ba
+def gpu_timeline(
+    samples: pd.DataFrame,  # rows of the monitor's CSV
+    title: str = "The GPU over time",
+) -> Figure:
+    "Use, memory, temperature and power against time, those that were read."
+    when = pd.to_datetime(samples.iloc[:, 0], utc=True, format="ISO8601")
+    panels = [c for c in ("gpu_percent", "memory_used_mib", "temperature_c", "power_w") if c in samples and samples[c].notna().any()]
+    fig, axes = plt.subplots(max(len(panels), 1), 1, figsize=(9, 1.5 * len(panels) + 0.5), sharex=True, squeeze=False, layout="constrained")
+    for ax, c in zip(axes[:, 0], panels): ax.plot(when, samples[c], lw=0.8); ax.set_ylabel(c.replace("_", " "), fontsize=8)
+    fig.suptitle(title)
     return fig

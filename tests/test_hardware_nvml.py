@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -149,15 +150,42 @@ def test_around_a_command(stubs, tmp_path):
 SAVES = "import sys, time\nprint('up', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: time.sleep(0.5); open(sys.argv[1], 'w').write('saved'); sys.exit(0)"
 
 
-def test_an_interrupted_command_saves_what_it_has(tmp_path):
-    "Interrupting the monitor must not kill a training that is writing its checkpoint."
-    code = f"import sys; from foxhunt.hardware.monitor import monitor_command; print(monitor_command([sys.executable, '-c', {SAVES!r}, {str(tmp_path / 'ckpt')!r}])[0])"
-    p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, start_new_session=True)
+def monitoring(out, *command, folder=None):
+    "`foxhunt monitor` as a process of its own, where Ctrl-C is not switched off."
+    env = os.environ | ({"LD_LIBRARY_PATH": str(folder)} if folder else {})
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from foxhunt.cli import main; main()"
+    args = ["monitor", "--out", str(out), "--interval", "0.05", *(["--", *command] if command else [])]
+    return subprocess.Popen([sys.executable, "-c", code, *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_an_interrupted_command_saves_what_it_has(tmp_path, name):
+    "Asking the monitor to end neither kills a training that is writing its checkpoint, nor leaves it running."
+    p = monitoring(tmp_path / "gpu.csv", sys.executable, "-c", SAVES, str(tmp_path / "ckpt"))
     try:
         assert p.stdout.readline() == "up\n"
-        p.send_signal(signal.SIGINT); out, _ = p.communicate(timeout=60)
+        p.send_signal(getattr(signal, name)); said, _ = p.communicate(timeout=60)
     finally: p.kill()
-    assert out.strip() == "130" and (tmp_path / "ckpt").read_text() == "saved"
+    assert p.returncode == 128 + getattr(signal, name) and (tmp_path / "ckpt").read_text() == "saved" and said.strip()
+
+
+@needs_cc
+@pytest.mark.parametrize("name, code", [("SIGINT", 0), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_monitor_alone_writes_its_summary_however_it_ends(stubs, tmp_path, name, code):
+    out = tmp_path / "gpu.csv"; p = monitoring(out, folder=stubs["complete"])
+    try:
+        for _ in range(600):
+            if out.exists() and len(out.read_text().splitlines()) > 3: break
+            time.sleep(0.05)
+        p.send_signal(getattr(signal, name)); said, _ = p.communicate(timeout=60)
+    finally: p.kill()
+    kept = json.loads((tmp_path / "gpu.summary.json").read_text())
+    assert p.returncode == code and kept["samples"] == len(out.read_text().splitlines()) - 1 > 2 and said.strip()
+
+
+def test_one_reading_takes_no_command(tmp_path):
+    p = subprocess.run([sys.executable, "-c", "from foxhunt.cli import main; main()", "monitor", "--once", "--", "sleep", "9"], capture_output=True, text=True)
+    assert p.returncode == 2 and "--once is one reading" in p.stderr and p.stderr.count("\n") == 1
 
 
 def grown(m, skip, watch):
