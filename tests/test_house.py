@@ -156,6 +156,13 @@ def test_benchmarks_depend_on_every_size_and_on_no_learning_rate():
         assert {p for p in names if p.startswith("train.")} == {f"train.{name}.{k}" for k in train[name].keys() - TIMELESS}, name
 
 
+def test_stages_whose_notebook_loads_parameters_name_them():
+    "Else a changed parameter leaves an executed report `up to date`."
+    for file, name, stage, *_ in stages():
+        notebooks = re.findall(r"nbs/reports/\w+\.ipynb", str(stage["cmd"]))
+        if any("params.load(" in (ROOT / n).read_text() for n in notebooks): assert any("train." in p for p in stage.get("params", [])), f"{file} {name}: it loads params.yaml, and names no parameter"
+
+
 def test_stages_depend_on_the_modules_they_use():
     if not (ROOT / "dvc.yaml").exists() or "foxhunt.cli" not in MODULES: pytest.skip("no pipeline yet")
     from foxhunt.train.registry import MODELS, spec

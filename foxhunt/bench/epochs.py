@@ -6,7 +6,7 @@
 __all__ = ['ENOUGH', 'BATCH', 'Times', 'stopwatch', 'known', 'time_epochs', 'configure', 'in_precision', 'time_updates',
            'batch_scaling', 'time_inference', 'memory_timeline', 'top_kernels', 'crossover', 'cpu_against_gpu',
            'memory_peaks', 'gpu_reader', 'data_facts', 'require_code', 'bench_model', 'run_benchmark', 'merge',
-           'duration', 'summary_rows']
+           'duration', 'headline', 'summary_rows']
 
 # %% ../../nbs/bench/71_epochs.ipynb #70bd9a35
 import dataclasses, gc, importlib.util, itertools, math, time, typing
@@ -422,6 +422,15 @@ def _trained(m: Mapping[str, Any]) -> dict[str, object]:
     return {"per_epoch": duration(s["mean"]), "interval_95": interval, "p95": duration(s["p95"]) + ("" if s["p95_identifiable"] else " (n < 59)"),
             "first_epoch": duration(m["epoch"]["first_epoch_s"]), "per_update": duration(m["update"]["summary"]["p50"]), "n": s["used"], "outliers": len(s["outliers"]),
             "steady": s["steady_state"], "loss": h["trend"] + ("" if h["first"] is None else f" ({h['first']:.4g} to {h['last']:.4g})"), "stable": h["stable"], "stopped": m["epoch"]["stopped"]}
+
+
+def headline(m: Mapping[str, Any]) -> dict[str, Any]:
+    "The few numbers of one model's result that runs are compared by (`dvc metrics diff`, `dvc exp show`): seconds, samples per second, MiB."
+    if "epoch" not in m: return {"forward_s": m["inference"][0]["summary"]["p50"], "steady": m["inference"][0]["summary"]["steady_state"]}
+    s, u, memory = m["epoch"]["summary"], m["update"]["summary"], m["memory"]
+    rate = max((r["samples_per_s"] for r in m["batch_scaling"] if r.get("samples_per_s")), default=None)
+    return {"epoch_s": s["mean"], "epoch_low_s": s["low"], "epoch_high_s": s["high"], "epoch_p50_s": s["p50"], "epoch_p95_s": s["p95"], "epochs": s["used"], "steady": s["steady_state"],
+            "update_p50_s": u["p50"], "best_samples_per_s": rate, "reserved_mib": memory["reserved_mib"], "stable": m["health"]["stable"], "loss": m["health"]["last"]}
 
 
 def summary_rows(bench: Mapping[str, Any]) -> list[dict[str, object]]:
