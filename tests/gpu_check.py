@@ -4,7 +4,7 @@ Needs the compute rooms only: torch, numpy, safetensors, tqdm, nvidia-ml-py. At 
 a section that fails is recorded and the next one runs. Without a GPU: says so, writes {"skipped": reason}, exits 0.
 `--device cpu --quick` walks through every section on the CPU, with small models, to test this script itself.
 """
-import argparse, contextlib, dataclasses, gc, json, math, os, statistics, subprocess, sys, tempfile, time, traceback, warnings
+import argparse, contextlib, dataclasses, gc, json, math, os, select, signal, statistics, subprocess, sys, tempfile, time, traceback, warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,7 +17,7 @@ from foxhunt.hardware.memory import CARDS, MIB, MasterWeights, card_from_device
 from foxhunt.params import DQN, PPO, TFT, TLOB, Mamba2, Params, Train
 from foxhunt.train.registry import MODELS, spec, synthetic, workload
 
-LIMIT_S = 8 * 60
+LIMIT_S, NEEDED_S, LAST_S = 8 * 60, 30, 10      # of the whole check; without so many left no section begins; kept for writing the result
 SMALL = Params(train=Train(dqn=DQN(hidden=(32, 32), lanes=8, updates_per_epoch=2, learn_starts=16, replay_size=2_000, batch=16, epochs=2),
                            ppo=PPO(hidden=(16,), lanes=8, rollout=8, minibatch=32, passes=1, epochs=2), mamba2=Mamba2(lookback=16, d_model=16, n_layers=1, d_state=8, head=8, stride=64, batch=8, epochs=2),
                            tft=TFT(lookback=8, hidden=8, heads=2, stride=64, batch=8, epochs=2), tlob=TLOB(hidden=16, n_layers=1, stride=256, batch=8, epochs=2)))
@@ -39,6 +39,10 @@ class Skip(Exception):
     "A section that this device cannot run; the text says why."
 
 
+class TimeIsUp(BaseException):
+    "The minutes of the whole check are over: no section's own `except Exception` may swallow it."
+
+
 class Check:
     "The run: device, parameters, results by section."
 
@@ -48,16 +52,21 @@ class Check:
         self.models = [spec(m).name for m in a.models.split(",")] if a.models else list(MODELS)
         self.params, self.start, self.result = SMALL if a.quick else Params(), time.perf_counter(), {}
         self.card = CARDS["RTX 3050 Ti Laptop"]
+        if self.cuda: torch.cuda.set_device(self.device)      # memory statistics, streams and graphs are those of the current device
 
     def left(self) -> float: return LIMIT_S - (time.perf_counter() - self.start)
 
     def section(self, name: str, fn) -> None:
         "Run one section; its failure is part of the result. Long ones are left out when the time is nearly over."
         start = time.perf_counter()
-        if self.left() < 30: self.result[name] = {"skipped": f"{LIMIT_S} s are nearly over"}; print(f"\n== {name}: skipped, time is nearly over"); return
-        try: rows = fn(); out = {"ok": all(r.get("ok") is not False for r in rows), "rows": rows}; table(name, rows)
+        if self.left() < NEEDED_S: self.result[name] = {"skipped": f"{LIMIT_S} s are nearly over"}; print(f"\n== {name}: skipped, time is nearly over"); return
+        def ring(*_) -> None: raise TimeIsUp
+        before = signal.signal(signal.SIGALRM, ring); signal.setitimer(signal.ITIMER_REAL, self.left() - LAST_S, 1.0)      # and again, should the first be lost in a callback
+        try: rows = fn(); signal.setitimer(signal.ITIMER_REAL, 0); out = {"ok": all(r.get("ok") is not False for r in rows), "rows": rows}; table(name, rows)
         except Skip as e: out = {"skipped": str(e)}; print(f"\n== {name}: skipped: {e}")
+        except TimeIsUp: out = {"ok": False, "error": f"cut off: {LIMIT_S} s are over"}; print(f"\n== {name}: cut off, time is over")
         except Exception as e: out = {"ok": False, "error": f"{type(e).__name__}: {e}", "traceback": traceback.format_exc()}; print(f"\n== {name}: FAILED: {type(e).__name__}: {str(e)[:300]}")
+        finally: signal.setitimer(signal.ITIMER_REAL, 0); signal.signal(signal.SIGALRM, before)
         self.result[name] = out | {"seconds": time.perf_counter() - start}
         with contextlib.suppress(Exception): self.release()
 
@@ -98,7 +107,7 @@ class Check:
     def predictions(self) -> list[dict]:
         "Recordings of all cases, the audit on pretend GPU 0 and 1, and a planted mix-up that it must find."
         from foxhunt.bench.budget import Case, batch_of, record_all
-        cases = [Case(m, p, b) for m in self.models for p, b in ((p, batch_of(m, self.params)) for p in (("fp32",) if self.quick else ("fp32", "amp", "bf16")))]
+        cases = [Case(m, p, b) for m in self.models for p, b in ((p, batch_of(m, self.params)) for p in (("fp32",) if self.quick else ("fp32", "amp", "bf16", "fp16")))]
         cases += [Case(m, "fp32", 2 * batch_of(m, self.params)) for m in self.models]
         self.traces = record_all(cases, self.params); self.audits = {}
 
@@ -296,6 +305,7 @@ class Check:
         crew = {m: subprocess.Popen([sys.executable, __file__, "--worker", m, "--device", str(self.device), *(["--quick"] if self.quick else [])], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for m in models}
         def ask(m: str) -> None: crew[m].stdin.write(f"{n}\n"); crew[m].stdin.flush()
         def hear(m: str) -> float:
+            if not select.select([crew[m].stdout], [], [], max(1.0, min(120.0, self.left() - 15)))[0]: raise RuntimeError(f"the worker of {m} does not answer")
             line = crew[m].stdout.readline()
             if not line: raise RuntimeError(f"the worker of {m} died: {crew[m].stderr.read()[-300:]}")
             return float(line)

@@ -27,3 +27,21 @@ def test_every_section_runs_on_the_cpu(tmp_path):
 def test_without_a_gpu_it_is_skipped(tmp_path):
     r = run("--out", tmp_path / "g.json")
     assert r.returncode == 0 and "skipped" in r.stdout and list(json.loads((tmp_path / "g.json").read_text())) == ["skipped"]
+
+
+def test_a_section_that_does_not_end_is_cut_off(monkeypatch, capsys):
+    "Time is looked at while a section runs, not only before it; what it swallows by `except Exception` does not keep it alive."
+    import argparse, importlib.util, time
+    loaded = importlib.util.spec_from_file_location("gpu_check", SCRIPT); g = importlib.util.module_from_spec(loaded); loaded.loader.exec_module(g)
+    check = g.Check(argparse.Namespace(quick=True, device="cpu", models="ppo"))
+    monkeypatch.setattr(g.Check, "left", lambda self: g.LAST_S + 0.3)
+    def hangs():
+        for _ in range(100):
+            try: time.sleep(0.1)
+            except Exception: pass
+        return []
+    monkeypatch.setattr(g, "NEEDED_S", 0); begin = time.perf_counter()
+    check.section("hangs", hangs)
+    assert time.perf_counter() - begin < 5 and check.result["hangs"]["ok"] is False and "cut off" in check.result["hangs"]["error"]
+    check.section("next", lambda: [{"ok": True}]); assert check.result["next"]["ok"]
+    time.sleep(1.2)                                                 # no alarm is left over
