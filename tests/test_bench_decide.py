@@ -1,12 +1,12 @@
 "Rules, costs and prices; the earlier document's arithmetic where it is right."
-import copy, json
+import copy, json, re
 from datetime import date
 
 import numpy as np
 import pytest
 
 from foxhunt.bench.epochs import merge
-from foxhunt.bench.decide import cloud_cost, decide, lines, local_cost, measured_speedup, model_rows, money, read_bench
+from foxhunt.bench.decide import cloud_cost, decide, hours_for, lines, local_cost, measured_speedup, model_rows, money, read_bench
 from foxhunt.bench.prices import load_prices
 from foxhunt.core import UserError, jsonable
 
@@ -148,3 +148,52 @@ def test_a_sixth_model_of_the_benchmark_is_part_of_the_decision():
     d = decide(b)
     assert "gru" in [f.model for f in d.models] and d.hours > decide(bench()).hours
     assert "gru" not in [f.model for f in decide(b, {"gru": 0}).models]
+
+
+def test_a_deadline_that_the_cpu_misses_is_not_missed_by_the_local_gpu():
+    d = decide(bench(None), {}, PRICES, deadline=0.1)
+    assert (d.recommendation, d.choice) == ("incomplete", None) and "deadline of 0.1 h" in d.reasons[0] and "run `foxhunt bench` on it" in d.reasons[0]
+    assert decide(bench(None), {}, PRICES, deadline=5).recommendation == "local" and decide(bench(), {}, PRICES, deadline=0.1).recommendation == "cloud"
+
+
+def test_a_machine_known_to_miss_the_deadline_is_not_chosen_without_a_word():
+    names = [o.name for o in PRICES.offers]
+    d = decide(bench(scale=60), {}, PRICES, deadline=10, speedup={"g4dn.xlarge": 1.5})
+    unknown = next(r for r in d.reasons if "unknown speed" in r)
+    assert d.choice != "g4dn.xlarge" and unknown.startswith(d.choice) and all(n in unknown for n in names if n != "g4dn.xlarge")
+    assert any(r.startswith("too slow for the deadline of 10 h: g4dn.xlarge (") for r in d.reasons)
+    d = decide(bench(scale=60), {}, PRICES, deadline=5, speedup=dict.fromkeys(names, 1.5) | {names[-1]: 2.0})
+    assert d.choice == names[-1] and any(r.startswith(f"no known machine meets it; {names[-1]} is the fastest: ") for r in d.reasons)
+    d = decide(bench(scale=60), {}, PRICES, deadline=20, speedup={"g4dn.xlarge": 1.5, names[-1]: 4.0})
+    assert d.choice == names[-1] and not any("no known machine" in r for r in d.reasons)
+
+
+@pytest.mark.parametrize("gpu", [LAPTOP, None])
+@pytest.mark.parametrize("deadline", [None, 0.1, 5, 20, 30, 60, 500])
+@pytest.mark.parametrize("scale", [1, 15, 22, 30, 36, 60])
+def test_what_is_said_to_change_the_answer_changes_it(scale, deadline, gpu):
+    "Bars scale the hours exactly, so both sides of what is said can be tried."
+    d = decide(bench(gpu, scale), {}, PRICES, deadline)
+    said = {k: float(m[1]) for k, words in (("deadline", r"a deadline of (\S+) h or more"), ("fewer", r"([\d.e+-]+) times fewer"), ("more", r"more than ([\d.e+-]+) times as many")) if (m := re.search(words, " | ".join(d.would_change)))}
+    assert said.keys() >= {"local": {"more"}, "cloud": {"fewer"}}.get(d.recommendation, set())
+    answer = lambda by=1.0, until=deadline: decide(bench(gpu, scale * by), {}, PRICES, until).recommendation
+    if x := said.get("deadline"): assert answer(until=x) == "local" and answer(until=0.98 * x) == d.recommendation
+    if x := said.get("more"): assert answer(1.01 * x) != "local" and answer(0.98 * x) == "local"
+    if x := said.get("fewer"): assert answer(0.98 / x) == "local"
+
+
+def test_an_interval_of_few_or_alike_epochs_is_shown_but_not_promised():
+    from foxhunt.bench.stats import ar1, forecast, summarize
+    rng = np.random.default_rng(0)
+    for n in (5, 6, 9, 10, 14, 60):
+        for rho in (0.0, 0.6, 0.9):
+            for x in 1 + 0.03 * ar1(n, rho, rng, 30):
+                s, h = summarize(x), hours_for(x, 100)
+                assert h.promised == (s.steady_state and s.used >= 10 and s.n_eff >= 3)
+                if s.low is not None: assert (h.low, h.high) == (forecast(s, 100).low / 3600, forecast(s, 100).high / 3600)
+    b = bench(); b["models"]["tft"]["epoch"]["samples"] = [0.5, 0.51, 0.49, 0.5, 0.52, 0.49]
+    b["models"]["ppo"]["epoch"]["samples"] = np.repeat([0.17, 0.19, 0.18, 0.16, 0.2, 0.175], 5).tolist()
+    d = decide(b, {}, PRICES); training = {r["model"]: r["training"] for r in model_rows(d)}
+    assert "no promise" in training["tft"] and any(r.startswith("tft: only 6 epochs measured: their interval is no promise") for r in d.reasons)
+    assert "no promise" in training["ppo"] and any(r.startswith("ppo: 30 correlated epochs are worth ") for r in d.reasons)
+    assert "no promise" not in training["dqn"] + training["mamba2"]

@@ -1,4 +1,5 @@
 """Order books from real and made files: exact levels, MBO and MBP-10 of one market alike, bounded memory."""
+import dataclasses
 import subprocess, sys
 
 import databento_dbn as dbn
@@ -97,6 +98,16 @@ def test_relabel_changes_labels_and_nothing_else():
     t = synthetic_book(3000); far = relabel(t, 40)
     assert far.meta["horizon"] == 40 and far.meta["threshold"] > t.meta["threshold"] and far.book is t.book and (far.labels != t.labels).any()
     assert book_windows(t, np.array([200]), 128).shape == (1, 128, 40)
+
+
+@pytest.mark.parametrize("horizon, smooth", [(10, 10), (40, 10), (25, 5)])
+def test_relabel_takes_its_threshold_from_training_rows_alone(horizon, smooth):
+    "Wild prices in validation and test change neither the threshold nor a training label."
+    t = synthetic_book(3000); late = t.split != TRAIN
+    wild = dataclasses.replace(t, mid=np.where(late, t.mid * (1 + 0.5 * np.sin(np.arange(t.rows))), t.mid))
+    a, b = relabel(t, horizon, smooth), relabel(wild, horizon, smooth)
+    assert a.meta["threshold"] == b.meta["threshold"] > 0 and np.array_equal(a.labels[~late], b.labels[~late])
+    assert (a.labels[late] != b.labels[late]).any()                                        # the change was seen
 
 
 def test_messages_of_the_book(tmp_path):

@@ -1,5 +1,6 @@
 "Laws of metrics, splits and significance that need more than one notebook."
 import dataclasses, math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from foxhunt.data.windows import TEST, TRAIN, UNUSED, VAL, synthetic_table, window_ends
-from foxhunt.evaluate.forecast import ENOUGH, block_interval, judged
+from foxhunt.evaluate.forecast import ENOUGH, block_interval, by_moment, judged
 from foxhunt.evaluate import metrics
 from foxhunt.evaluate.metrics import cagr, class_scores, confusion, drawdown, per_session, pinball, sharpe
 from foxhunt.evaluate.significance import deflated_sharpe, iqm, moments, probabilistic_sharpe, seed_summary
@@ -111,6 +112,29 @@ def test_a_verdict_is_one_plain_sentence(shift, begins, ends):
     noise = 0.1 * np.random.default_rng(0).normal(size=400)
     said = judged("m", {"m": 1 + shift + noise - noise.mean(), "last": np.ones(400)}, 10)["verdict"]
     assert said.startswith(begins) and said.endswith(ends) and said.count(": ") == 1
+
+
+@pytest.mark.parametrize("shift", [0, 7])   # ns between the copies' time stamps: one moment, or neighbours
+@pytest.mark.parametrize("copies", [2, 4])
+@pytest.mark.parametrize("who", ["contract", "instrument"])
+def test_copies_of_a_contract_are_no_evidence(who, copies, shift):
+    n, rng = 400, np.random.default_rng(0); model, rule = 0.9 + 0.3 * rng.normal(size=(20, 1)).repeat(20, 1).ravel(), np.ones(n)
+    def said(k):
+        ts = np.concatenate([np.arange(n) * 60 + i * shift for i in range(k)]); order = rng.permutation(k * n)          # rows in any order
+        table = SimpleNamespace(**{"ts": ts[order], who: np.repeat(np.arange(k), n)[order]})
+        losses, block = by_moment(table, np.arange(k * n), {"m": np.tile(model, k)[order], "last": np.tile(rule, k)[order]}, 20)
+        return judged("m", losses, block)
+    once, many = said(1), said(copies); a, b = once["against"]["last"], many["against"]["last"]
+    assert once["blocks"] == many["blocks"] == 20 and once["verdict"] == many["verdict"] and (b.value, b.low, b.high) == pytest.approx((a.value, a.low, a.high))
+    stacked = block_interval(np.tile(model - rule, copies), 20)
+    assert stacked.high - stacked.low < 0.8 * (b.high - b.low)
+
+
+def test_a_rule_without_loss_leaves_nothing_to_gain(recwarn):
+    for mine in (0.0, 0.1):
+        said = judged("m", {"m": np.full(400, mine), "last": np.zeros(400), "other": np.ones(400)}, 10)
+        assert math.isnan(said["skill"]) and said["verdict"] == "m shows no edge over the best simple rule (last): the rule's loss is zero, so there is nothing to gain"
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("net, says", [

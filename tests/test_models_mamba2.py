@@ -1,5 +1,5 @@
 "Mamba-2: three forms of one function, safe numbers, live = trained, and transformers agrees."
-import copy
+import copy, math, pickle
 from pathlib import Path
 
 import pytest
@@ -88,6 +88,49 @@ def test_strong_and_weak_decay(decay):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+STRONG = (([5], 20.0), ([5, *range(70, 75)], 1e3), ([5, *range(70, 75)], 1e7), (range(40), 30.0))   # bars that forget everything, and their dt
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("at, size", STRONG)
+@pytest.mark.parametrize("dtype, bound", ((torch.float64, 1e-9), (torch.float32, 1e-4)))
+def test_strong_bars_among_weak_ones(at, size, dtype, bound):
+    a = arguments(128); gen = generator(0, "strong")
+    a["dt"] = 1e-3 * torch.rand(2, 128, 4, generator=gen, dtype=torch.float64); a["dt"][:, list(at)] = size
+    a["A"] = -15 * torch.rand(4, generator=gen, dtype=torch.float64) - 1
+    a = {k: v.to(dtype) for k, v in a.items()}
+    exact = ssd_recurrent(**{k: v.double() for k, v in a.items()})
+    for out, ref in zip(ssd_chunked(**a), exact): assert relative(out.double(), ref) <= bound
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("at, size", STRONG)
+@pytest.mark.parametrize("groups", (1, 2))
+@pytest.mark.parametrize("dtype, bound", ((torch.float64, 1e-9), (torch.float32, 1e-4)))
+def test_strong_bars_in_both_forms_and_their_gradients(at, size, groups, dtype, bound):
+    "The first input says how much is forgotten. Values against a loop of steps in double precision, gradients against autograd's."
+    torch.manual_seed(0); block, gen = Mamba2Block(8, d_state=3, head=4, groups=groups), generator(0, "strong block")
+    with torch.no_grad():
+        for p in block.parameters(): p.add_(0.3 * torch.randn(p.shape, generator=gen))
+        block.dt_bias.fill_(-7); block.A_log.uniform_(0, 2.7, generator=gen)
+        block.in_proj.weight[-4:] = 0; block.in_proj.weight[-4:, 0] = size / 2
+    u, weight = (torch.randn(3, 100, 8, generator=gen) for _ in range(2))
+    u[..., 0] *= 1e-3 / size; u[:, list(at), 0] = 4
+    exact, block = copy.deepcopy(block).double(), block.to(dtype)
+    def loop(module, u):
+        state, ys = module.init_state(3), []
+        for i in range(100): y, state = module.step(u[:, i], state); ys.append(y)
+        return torch.stack(ys, 1)
+    def run(f, module, dtype):
+        v = u.to(dtype).requires_grad_(); y = f(module, v)
+        return y.detach().double(), [g.double() for g in torch.autograd.grad((y * weight.to(dtype)).sum(), (v, *module.parameters()))]
+    ref, grads = run(loop, exact, torch.float64); scale = max(g.abs().max() for g in grads)
+    fast, plain = run(lambda m, v: m(v), block, dtype), run(lambda m, v: m.scan(v)[0], block, dtype)
+    rounding = relative(loop(block, u.to(dtype)).detach().double(), ref)                # of the steps themselves: one case is badly conditioned
+    for y, _ in (fast, plain): assert relative(y, ref) <= max(bound, rounding)
+    for a, b in zip(fast[1], plain[1] if dtype == torch.float32 else grads): assert (a - b).abs().max() <= bound * scale
+
+
 @pytest.mark.integration
 def test_forward_scan_and_step_agree():
     model, u = stack(groups=2), inputs(3, 29)
@@ -169,10 +212,15 @@ def test_autocast_keeps_decay_and_states_in_fp32():
 
 
 @pytest.mark.integration
-def test_checkpointing_changes_no_gradient():
-    a, b = stack(), stack(grad_checkpoint=True)
-    for m in (a, b): m(inputs()).square().sum().backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(a.parameters(), b.parameters()))
+@pytest.mark.parametrize("cast", (None, torch.bfloat16))
+def test_checkpointing_changes_no_gradient_and_keeps_less(cast):
+    kept, grads = [], []
+    for saving in (False, True):
+        model, seen = stack(grad_checkpoint=saving), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.numel() * t.element_size()) or t, lambda t: t), torch.autocast("cpu", cast, enabled=cast is not None):
+            loss = model(inputs(8, 64)).float().square().sum()
+        kept.append(sum(seen)); loss.backward(); grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads)) and kept[1] < kept[0] / 2
 
 
 @pytest.mark.integration
@@ -200,6 +248,18 @@ def test_initial_dt_and_weight_decay_groups():
     for m in f.modules():                                                               # a generic initialisation that comes later is noticed
         for p in m.parameters(recurse=False): torch.nn.init.normal_(p)
     with pytest.raises(RuntimeError, match="layer 0: softplus\\(dt_bias\\)"): f.body.check()
+
+
+@pytest.mark.unit
+def test_initial_spread_of_dt_and_of_a_deep_stacks_outputs():
+    "dt is log-uniform on [1e-3, 0.1], A uniform on [1, 16]; the output projection shrinks with the root of the depth."
+    torch.manual_seed(0); one, four = (Mamba2Block(512, head=1, d_state=2, n_layers=n) for n in (1, 4))
+    place = (F.softplus(one.dt_bias).log() - math.log(1e-3)) / math.log(100)                    # 1,024 heads; uniform on [0, 1] if so
+    grid = (torch.arange(1024) + 0.5) / 1024
+    for x in (place, (one.A_log.exp() - 1) / 15): assert (x.detach().sort().values - grid).abs().max() < 1.95 / 32   # Kolmogorov-Smirnov at 0.001
+    assert abs(one.out_proj.weight.std() / four.out_proj.weight.std() - 2) < 0.02
+    assert abs(one.out_proj.weight.std() * math.sqrt(3 * 1024) - 1) < 0.02                      # nn.Linear's own, uniform within 1 / sqrt(1024)
+    for a, b in zip(Mamba2(512, 4, head=1, d_state=2).layers, [four] * 4): assert abs(a.out_proj.weight.std() / b.out_proj.weight.std() - 1) < 0.02
 
 
 @pytest.mark.unit
@@ -232,6 +292,94 @@ def test_live_forecasts_are_the_trained_ones():
             assert relative(y, every[:, i]) <= 1e-4
         warm, _ = f.scan(past)
         assert relative(warm, f(past)) <= 1e-4 and f(past).shape == (2, 3, 3) and (every.diff(dim=-1) >= 0).all()
+
+
+# the folded step
+
+def eager(model, bar, state):
+    "The plain step: with gradients nothing is kept and nothing folded."
+    with torch.enable_grad(): return model.step(bar, state)[0].detach()
+
+
+def fused_update(m):
+    opt = torch.optim.AdamW(m.parameters(), lr=0.1, fused=True)
+    m(inputs()).square().sum().backward(); opt.step()
+
+
+def update(m):
+    opt = torch.optim.AdamW(m.parameters(), lr=0.1)
+    m(inputs()).square().sum().backward(); opt.step()
+
+
+def quiet_update(m):
+    with torch.inference_mode():
+        for p in m.parameters(): p.mul_(1.1)
+
+
+def replace(m):
+    for block in m.layers: block.D = torch.nn.Parameter(block.D.detach() + 1)
+
+
+def trained(m):
+    m.train(); update(m); m.eval()
+
+
+def assign(m): m.load_state_dict({k: v * 1.1 for k, v in m.state_dict().items()}, assign=True)
+
+
+WRITERS = dict(update=update, fused_update=fused_update, quiet_update=quiet_update, replace=replace, trained=trained, assign=assign,
+               load=lambda m: m.load_state_dict(stack(1, groups=2).state_dict()))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("guard", (torch.no_grad, torch.inference_mode))
+def test_a_folded_step_is_never_stale(writer, guard):
+    model, bar = randomised(stack(groups=2)).eval(), inputs(3, 1)[:, 0]
+    with torch.no_grad(): _, state = model.scan(inputs(3, 9))
+    with guard(): before, _ = model.step(bar, state); again, _ = model.step(bar, state)
+    assert torch.equal(before, again) and relative(before, eager(model, bar, state)) <= 1e-5
+    with guard(): model.step(bar, state)
+    assert all(block._kept is not None for block in model.layers)
+    twin = copy.deepcopy(model); shipped = pickle.loads(pickle.dumps(model))
+    assert all(block._kept is None for m in (twin, shipped) for block in m.layers)
+    for m in (model, twin, shipped):
+        with guard(): m.step(bar, state)
+        writer(m)
+        with guard(): after, _ = m.step(bar, state)
+        assert not torch.allclose(after, before, rtol=1e-3) and relative(after, eager(m, bar, state)) <= 1e-5
+
+
+@pytest.mark.unit
+def test_a_folded_step_leaves_no_trace():
+    model, bar = randomised(stack(groups=2)).eval(), inputs(3, 1)[:, 0]
+    with torch.no_grad():
+        _, state = model.scan(inputs(3, 9)); saved, names = copy.deepcopy(state), list(model.state_dict())
+        _, new = model.step(bar, state)
+        assert list(model.state_dict()) == names and len(list(model.parameters())) == len(list(copy.deepcopy(model).parameters()))
+        for a, b, c in zip(state, saved, new):
+            for x, y, z in zip(a, b, c): assert torch.equal(x, y) and x.untyped_storage().data_ptr() != z.untyped_storage().data_ptr()
+        wide = model.double(); y, _ = wide.step(bar.double(), tuple(type(s)(*(t.double() for t in s)) for s in state))
+        assert y.dtype == torch.float64 and relative(y, eager(wide, bar.double(), tuple(type(s)(*(t.double() for t in s)) for s in state))) <= 1e-12
+    model.float(); bar.requires_grad_(); y, _ = model.step(bar, state); alive(model, y.square().sum())   # gradients flow, from evaluation mode too
+    assert bar.grad.abs().max() > 0 and all(block._kept is None for block in model.layers)
+    model.train()
+    with torch.no_grad(): model.step(bar, state); assert all(block._kept is None for block in model.layers)
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y, new = model.step(bar, state); assert relative(y.float(), eager(model, bar, state)) < 0.05 and {t.dtype for s in new for t in s} == {torch.float32}
+    with torch.inference_mode(): born = stack(groups=2).eval(); y, _ = born.step(bar, state)             # parameters without a version
+    assert torch.isfinite(y).all() and all(block._kept is None for block in born.layers)
+
+
+@pytest.mark.unit
+@pytest.mark.slow
+def test_a_compiled_step_is_the_folded_one():
+    model, bar = randomised(stack()).eval(), inputs(3, 1)[:, 0]
+    with torch.inference_mode():
+        state = model.init_state(3); plain = model.step(bar, state)[0]; fused = torch.compile(model.step, fullgraph=True)
+        assert relative(fused(bar, state)[0], plain) <= 1e-5
+        quiet_update(model); assert relative(fused(bar, state)[0], model.step(bar, state)[0]) <= 1e-5
 
 
 # devices and checkpoints

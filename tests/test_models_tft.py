@@ -236,6 +236,19 @@ def test_accumulated_gradients_equal_the_large_batch_and_checkpointing_changes_n
     torch.testing.assert_close(grads(saving, 1), grads(plain, 1), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.integration
+def test_checkpointing_keeps_less():
+    "Bytes kept for the backward pass, each storage once, the parameters aside."
+    def kept(saving):
+        m, size = model(v=17, hidden=32, heads=4, lookback=40, horizon=5, dropout=0.1, grad_checkpoint=saving), {}; own = {p.data_ptr() for p in m.parameters()}
+        def note(a):
+            if a.data_ptr() not in own: size[a.data_ptr()] = a.untyped_storage().nbytes()
+            return a
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda a: a): out = m(*batch(8, 40, 17, k=5))
+        out.sum().backward(); return sum(size.values())
+    assert kept(True) < kept(False) / 2
+
+
 @pytest.mark.unit
 def test_unknown_categories_and_missing_static_are_index_zero():
     m, (past, known, _) = model(static=3), batch()

@@ -201,6 +201,43 @@ def test_live_is_batch(kind, heads):
     assert not any(isinstance(m, FoldedAttention) for m in model.modules())                  # the trained model is left as it was
 
 
+@BOTH
+@pytest.mark.unit
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf))
+def test_a_refused_snapshot_leaves_no_trace(kind, value):
+    model, feed, bad = build(kind), books(1, 60)[0], books(1, 1)[0, 0]; bad[3] = value
+    clean, stream = BookStream(model), BookStream(model)
+    for i, x in enumerate(feed):
+        if i % 7 == 0:                                                                       # while the window fills, and after
+            with pytest.raises(ValueError, match=r"^column 3 of the snapshot is (nan|inf|-inf): skip this event, or reset\(\) if the feed broke$"): stream.push(bad)
+        a, b = clean.push(x), stream.push(x)
+        assert (a is None) == (b is None) == (i < 15) and (a is None or a[:2] == b[:2])
+
+
+@BOTH
+@pytest.mark.integration
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_raw_snapshots_are_the_scaled_rows(kind, dtype):
+    model, scaled = build(kind).eval(), books(1, 60)[0]
+    center, scale = torch.tensor([16000.0, 20] * 3), torch.tensor([40.0, 8] * 3)
+    raw = (scaled.double() * scale + center).to(dtype)
+    same, bare = BookStream(model), BookStream(model)
+    want = [same.push(x) for x in scaled]; [bare.push(x) for x in raw]
+    for given in ((center, scale), (center.tolist(), scale.tolist())):                       # as a checkpoint's description holds them
+        stream = BookStream(model, *given); found = [stream.push(x) for x in raw]
+        assert torch.allclose(stream.ring, same.ring, atol=1e-3 if dtype == torch.float32 else 1e-6) and not torch.allclose(bare.ring, same.ring, atol=1.0)
+        assert torch.allclose(torch.tensor([d.probability for d in found[15:]]), torch.tensor([d.probability for d in want[15:]]), atol=1e-5)
+    bad = raw[0].clone(); bad[0] = math.nan
+    with pytest.raises(ValueError, match="column 0 of the snapshot is nan"): stream.push(bad)
+
+
+@pytest.mark.unit
+def test_a_scaler_that_cannot_be_used_is_named():
+    model, one = build(TLOB), torch.ones(6)
+    for center, scale, says in ((one, None, "belong together"), (None, one, "belong together"), (one[:5], one, "finite \\(6,\\)"), (one, 0 * one, "scale positive"), (one * math.nan, one, "must be finite")):
+        with pytest.raises(ValueError, match=says): BookStream(model, center, scale)
+
+
 @pytest.mark.unit
 def test_folding_keeps_the_function():
     torch.manual_seed(0)

@@ -9,6 +9,8 @@ import torch
 from foxhunt import params as P
 from foxhunt.core import UserError
 from foxhunt.data.windows import TEST, TRAIN, VAL, synthetic_table
+from foxhunt.train import forecast
+from foxhunt.train.health import TrainingError
 from foxhunt.train.forecast import (ForecastTrainer, Forecasts, baselines, closed_before, compare, config_of, make_windows, pinball, predict, rebuild, scores, seasonal, targets, volatility)
 
 replace = dataclasses.replace
@@ -65,6 +67,8 @@ def test_bad_input_is_named(table):
     close = table.close.copy(); close[50] = -37.6
     with pytest.raises(UserError, match="row 50: close is -37.6.*SYN0 cannot be forecast"): ForecastTrainer(replace(table, close=close), TFT)
     with pytest.raises(UserError, match="no window of 5000"): ForecastTrainer(table, replace(TFT, lookback=5000))
+    flat = (table.contract == 1) & (table.split == TRAIN)
+    with pytest.raises(UserError, match="^SYN1: the price does not move in the training split[^\n]*$"): ForecastTrainer(replace(table, close=np.where(flat, 1.1, table.close)), TFT)
 
 
 @pytest.mark.unit
@@ -96,6 +100,61 @@ def test_decay_groups(table):
     assert sum(len(g["params"]) for g in t.opt.param_groups) == len(names)
     for part in ("A_log", "dt_bias", "D"): assert any(part in n for n in free), part
     assert all(p.ndim >= 2 for p, n in names.items() if n not in free)
+    held = [g for g in t.opt.param_groups if any(names[p] not in free for p in g["params"])]
+    assert held and all(g["weight_decay"] == MAMBA.weight_decay > 0 for g in held)
+    assert {n for p, n in names.items() if n not in free} >= {n for p, n in names.items() if n.endswith("proj.weight")} != set()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_precision_reaches_the_matrices(precision, dtype, table):
+    t, seen = ForecastTrainer(table, replace(TFT, precision=precision, epochs=1, stride=40)), {True: set(), False: set()}
+    t.model.attention.query.register_forward_hook(lambda m, x, out: seen[m.training].add(out.dtype))   # inside no full-precision island
+    t.run_epoch()
+    assert seen == {True: {dtype}, False: {dtype}}                                         # in training and in validation
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_gradients_are_clipped_in_their_own_unit(precision, table):
+    "The norm of the report is that before clipping, without fp16's loss scale; the step sees gradients of norm `clip`."
+    def update(clip, precision=precision):
+        t = ForecastTrainer(table, replace(TFT, precision=precision, clip=clip, dropout=0.0)); norm = t._update(torch.from_numpy(t.windows.ends[TRAIN][:32]))[1].item()
+        return norm, torch.cat([p.grad.flatten() for p in t.model.parameters()]).norm().item()
+    exact = update(1e9, "fp32")[0]; norm, left = update(1e-3)
+    assert 1e-2 < exact < 1e2 and norm == pytest.approx(exact, rel=0.1) and left == pytest.approx(1e-3, rel=1e-3)
+    assert update(1e9)[1] == pytest.approx(norm, rel=1e-3)                                 # a wide clip leaves them alone
+
+
+@pytest.mark.unit
+def test_every_epoch_has_an_order_of_its_own(table):
+    t, seen = ForecastTrainer(table, TFT), []; at = t.windows.at
+    object.__setattr__(t.windows, "at", lambda e: (seen.append(e.tolist()) if t.model.training else None, at(e))[1])
+    orders = []
+    for _ in range(2): t.run_epoch(); orders.append([i for b in seen for i in b]); seen.clear()
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]) == t.windows.ends[TRAIN].tolist() and orders[0] != sorted(orders[0])
+
+
+@pytest.mark.unit
+def test_only_a_better_number_is_the_best(table, monkeypatch):
+    t = ForecastTrainer(table, replace(TFT, patience=3, stride=40)); told = []
+    def judged(v):
+        monkeypatch.setattr(forecast, "validate", lambda *a: v)
+        with torch.no_grad(): next(t.model.parameters()).fill_(float(t.epoch + 1))         # so that weights tell their epoch
+        t.epoch += 1; t._judge(); told.append((t.best, t.bad_epochs, next(iter(t.weights().values())).unique().tolist(), t.describe().get("best_epoch")))
+    for v in (math.nan, 0.5, math.nan, 0.5, 0.4, math.inf): judged(v)
+    assert told == [(math.inf, 1, [1.0], None), (0.5, 0, [2.0], 2), (0.5, 1, [2.0], 2), (0.5, 2, [2.0], 2), (0.4, 0, [5.0], 5), (0.4, 1, [5.0], 5)]
+    again = ForecastTrainer(table, t.cfg); again.load_state_dict(t.state_dict()); assert again.describe() == t.describe()
+    assert "best_epoch" not in ForecastTrainer(table, TFT).describe()
+
+
+@pytest.mark.unit
+def test_a_forecast_that_is_not_a_number_is_named(table):
+    t = ForecastTrainer(table, TFT); t.model.eval(); meta = t.describe(); ends = t.windows.ends[TEST]
+    with torch.no_grad(): t.model.static.tables[0].weight[2, 0] = math.nan                  # what the model knows of SYN1 alone
+    row = predict(ForecastTrainer(table, TFT).model, table, "test", meta).ends; row = row[table.contract[row] == 1][0]
+    assert table.contract[ends[0]] == 0
+    with pytest.raises(TrainingError, match=f"window ending at row {row} is not finite"): predict(t.model, table, "test", meta)
 
 
 ALL = pytest.mark.parametrize("cfg", [TFT, MAMBA, TLOB, replace(TLOB, mixer=True)], ids=["tft", "mamba2", "tlob", "mlplob"])
@@ -147,7 +206,22 @@ def test_rebuild_from_json(table, book):
 def test_book_end_to_end(book):
     t = ForecastTrainer(book, TLOB); m = t.run_epoch(); meta = t.describe()
     r = compare(t.model, book, "test", meta, stride=50)
+    assert set(r) == {"scores", "best_rule", "skill"} and r["skill"] == pytest.approx(1 - r["scores"]["tlob"]["loss"] / min(r["scores"][n]["loss"] for n in ("last", "linear", "seasonal")))
     assert math.isfinite(m["loss"]) and set(r["scores"]) == {"tlob", "last", "linear", "seasonal"} and sum(map(sum, r["scores"]["tlob"]["confusion"])) == r["scores"]["tlob"]["n"]
+
+
+@pytest.mark.checkpoint
+def test_weights_of_a_book_model_carry_its_scaler(book, tmp_path):
+    from foxhunt.data.book import level_matrix, synthetic_levels
+    from foxhunt.train.checkpoint import save_weights
+    from foxhunt.train.registry import load_model
+    t = ForecastTrainer(book, TLOB); t.run_epoch(); save_weights(tmp_path / "tlob_epoch_1.safetensors", t.weights(), {"epoch": 1} | t.describe())
+    model, meta = load_model(tmp_path / "tlob_epoch_1.safetensors"); center, scale = (np.array(meta["book_scaler"][k]) for k in ("center", "scale"))
+    raw = level_matrix(synthetic_levels(4_000)); assert center.shape == scale.shape == (40,) and len(raw) == len(book.book)
+    assert np.abs((raw - center) / scale - book.book).max() < 1e-5 < np.abs(raw - book.book).max()
+    ends = t.windows.ends[TEST][:4]; x = torch.from_numpy((raw - center) / scale).float()[torch.from_numpy(ends)[:, None] + torch.arange(-127, 1)]
+    with torch.no_grad(): assert torch.allclose(model(x), t.model.eval()(t.windows.at(torch.from_numpy(ends)).inputs[0]), atol=1e-4)
+    bare = replace(book, meta={k: v for k, v in book.meta.items() if k != "scaler"}); assert "book_scaler" not in ForecastTrainer(bare, TLOB).describe()
 
 
 @pytest.mark.unit
@@ -168,6 +242,30 @@ def test_seasonal_knows_only_the_past(table):
     assert np.array_equal(a[i], b[i])
     e, r = ends[i], int(np.flatnonzero((table.ts == table.ts[ends[i]] - 86_400 * 10**9) & (table.contract == table.contract[ends[i]]))[0])
     assert a[i, 1] == pytest.approx(math.log(table.close[r + 2] / table.close[r]) / unit[i, 1])
+
+
+@pytest.mark.unit
+def test_seasonal_beyond_a_day_takes_last_week():
+    "A horizon of 30 hours, in a market that never closes: the returns after yesterday's bar were not known yet, those of a week ago were."
+    t = synthetic_table(800, 3, seed=2); hour = 3600 * 10**9; i = np.arange(800)
+    t = replace(t, ts=i * hour, session=np.zeros(800, np.int64), interval_ns=hour); ends = np.arange(200, 760); unit = np.ones((len(ends), 30))
+    a = seasonal(t, ends, 30, unit)
+    assert np.allclose(a, np.log(t.close[ends[:, None] - 168 + np.arange(1, 31)] / t.close[ends - 168][:, None]), atol=1e-12) and a.any()
+    for e in (200, 400, 700): assert np.array_equal(seasonal(replace(t, close=np.where(i > e, t.close * 2, t.close)), np.array([e]), 30, unit[:1])[0], a[e - 200])
+    assert np.allclose(seasonal(t, ends, 24, unit)[:, -1], np.log(t.close[ends] / t.close[ends - 24]), atol=1e-12)   # a day, all of it known: yesterday's
+
+
+@pytest.mark.unit
+def test_rules_measure_their_errors_before_the_test_split(table):
+    meta = ForecastTrainer(table, TFT).describe(); rng = np.random.default_rng(0)
+    def width(split):
+        x = replace(table, close=np.where(table.split == split, table.close * np.exp(rng.normal(0, 0.05, len(table))), table.close))
+        return {n: (f.predicted.double().diff(dim=-1)[:, :, :], f.target) for n, f in baselines(x, "test", meta).items()}
+    plain, later, before = width(-9), width(TEST), width(VAL)
+    for n in plain:
+        assert torch.allclose(plain[n][0], later[n][0], atol=2e-3, rtol=1e-4) and (later[n][1] - plain[n][1]).abs().mean() > 10, n   # float32 beside point forecasts of some thousands
+        assert not torch.allclose(plain[n][0], before[n][0], rtol=0.5), n                  # they are the errors of the validation split
+    assert torch.equal(baselines(table, "test", meta)["last"].predicted, baselines(replace(table, close=np.where(table.split == TEST, table.close * 2, table.close)), "test", meta)["last"].predicted)
 
 
 @pytest.mark.unit

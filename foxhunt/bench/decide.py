@@ -19,7 +19,7 @@ import numpy as np
 
 from .epochs import duration
 from .prices import Offer, Prices
-from .stats import Summary, forecast, summarize, t_quantile
+from .stats import FEWEST_EPOCHS, FEWEST_INDEPENDENT, Summary, forecast, summarize, t_quantile
 from ..core import UserError, jsonable, read_json
 
 # %% ../../nbs/bench/73_decide.ipynb #936add4c
@@ -78,7 +78,7 @@ class Hours:
     hours: float
     low: float
     high: float
-    promised: bool     # a 95 % interval that holds for correlated epochs; else the stand-in
+    promised: bool     # 95 %, from enough epochs without drift; else shown, but no promise
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def hours_for(
 ) -> Hours:
     "Hours for `epochs` epochs, with the statistics of `foxhunt.bench.stats`."
     s = summarize(samples); f = forecast(s, epochs)
-    if f.low is not None: return Hours(epochs, f.seconds / 3600, f.low / 3600, f.high / 3600, True)
+    if f.low is not None:
+        return Hours(epochs, f.seconds / 3600, f.low / 3600, f.high / 3600, s.used >= FEWEST_EPOCHS and s.n_eff >= FEWEST_INDEPENDENT)
     x = np.asarray(samples[s.warm_up:]); low, high = float(x.min()), float(x.max())
     if s.used < 5:
         half = float(t_quantile(0.975, s.used - 1)) * s.std / math.sqrt(s.used) if s.used > 1 else math.inf
@@ -112,7 +113,9 @@ def _doubts(s: Summary, promised: bool) -> list[str]:
     "What the samples themselves leave open."
     out = []
     if not promised and not s.steady_state: out.append("epoch times drift: no 95 % interval, the range of the samples stands in")
-    elif not promised: out.append(f"only {s.used} epochs measured: a wide interval without their correlation; measure at least 7")
+    elif not promised and s.used < 5: out.append(f"only {s.used} epochs measured: a wide interval without their correlation; measure at least 14")
+    elif not promised and s.used < FEWEST_EPOCHS: out.append(f"only {s.used} epochs measured: their interval is no promise, their correlation is hardly known; measure at least 14")
+    elif not promised: out.append(f"{s.used} correlated epochs are worth {s.n_eff:.2g} independent ones: their interval is no promise; measure more")
     if k := len(s.outliers):
         out.append(f"{k} stalled epoch{'s are' if k > 1 else ' is'} in the mean of {s.n} ({duration(s.mean)} with, {duration(s.trimmed_mean)} without them)")
     return out
@@ -248,36 +251,50 @@ def _zone(low: float, high: float) -> str:
     return "cloud" if low > CLOUD_ABOVE else "your choice"
 
 # %% ../../nbs/bench/73_decide.ipynb #f544571c
-def _unanswered(basis: str, zone: str, span: str, missing: Sequence[str], local: str) -> str | None:
+def _unanswered(basis: str, zone: str, span: str, missing: Sequence[str], local: str, late: str) -> str | None:
     "Why there is no answer; None: there is one."
     if missing:
         sure = " What was measured is already above 48 h." if zone == "cloud" else ""
         return f"not measured: {', '.join(missing)}; they can only add to the {span} of the others.{sure}"
     if basis == "other GPU": return f"measured on another GPU than the local {local}: its time here is unknown (if this is the local card, set [local] name in --prices)"
-    if basis == "CPU" and zone != "local": return f"on this CPU {span}; the time of the local {local} is unknown: run `foxhunt bench` on it"
+    if basis == "CPU" and (late or zone != "local"): return f"on this CPU {span}{late}; the time of the local {local} is unknown: run `foxhunt bench` on it"
     return None
 
 
 def _recommend(basis: str, missing: Sequence[str], judged: tuple[float, float], deadline: float | None, prices: Prices) -> tuple[str, list[str]]:
     "The rules, and each that was applied in words."
     low, high = judged; zone = _zone(low, high); span = f"{low:.3g} to {high:.3g} h with the buffer"
-    if (why := _unanswered(basis, zone, span, missing, prices.local)) is not None: return "incomplete", [why]
+    late = f", which may miss the deadline of {deadline:g} h" if deadline is not None and high > deadline else ""
+    if (why := _unanswered(basis, zone, span, missing, prices.local, late)) is not None: return "incomplete", [why]
     rule = {"local": f"below {LOCAL_BELOW:g} h", "cloud": f"above {CLOUD_ABOVE:g} h", "your choice": f"not clearly below {LOCAL_BELOW:g} h or above {CLOUD_ABOVE:g} h"}
     reasons = [f"{span}: {rule[zone]}"]
     if basis == "CPU": reasons.append(f"measured on the CPU, which is enough by itself; the time of the local {prices.local} is unknown and is not claimed")
     if deadline is not None and zone != "cloud":
-        meets = high <= deadline
-        reasons.append(f"deadline {deadline:g} h: local training {'meets' if meets else 'may miss'} it"); zone = "local" if meets else "cloud"
+        reasons.append(f"deadline {deadline:g} h: local training {'may miss' if late else 'meets'} it"); zone = "cloud" if late else "local"
     return zone, reasons
+
+
+def _up(hours: float) -> str:
+    "Three digits, never below `hours`: a deadline that is named must be one that is met."
+    step = 10.0 ** (math.floor(math.log10(hours)) - 2)
+    return f"{math.ceil(hours / step) * step:.4g}"
+
+
+def _headroom(judged: tuple[float, float], deadline: float | None, basis: str) -> float:
+    "How many times the work would end the answer `local`."
+    low, high = judged
+    if deadline is None: return LOCAL_BELOW / high
+    return min(deadline / high, LOCAL_BELOW / high if basis == "CPU" else CLOUD_ABOVE / max(low, 1e-12))
 
 
 def _change(zone: str, judged: tuple[float, float], missing: Sequence[str], cloud: Sequence[CloudOption], deadline: float | None, basis: str) -> list[str]:
     "What would turn the answer."
     low, high = judged; out = []
     if missing: out.append(f"measuring {', '.join(missing)}")
-    if zone == "local" and high > 0: out.append(f"{LOCAL_BELOW / high:.3g} times as many epochs (or bars) would reach {LOCAL_BELOW:g} h")
-    if zone == "cloud" and low > LOCAL_BELOW: out.append(f"{low / LOCAL_BELOW:.3g} times fewer epochs would bring it below {LOCAL_BELOW:g} h")
-    if zone == "cloud" and deadline is not None and high > deadline: out.append(f"a deadline of {high:.3g} h or more, or {high / deadline:.3g} times fewer epochs")
+    if zone == "local": out.append(f"more than {_headroom(judged, deadline, basis):.3g} times as many epochs (or bars)")
+    if zone == "cloud" and _zone(low, high) == "cloud":        # no deadline settles it
+        goal = min(LOCAL_BELOW, deadline or LOCAL_BELOW); out.append(f"{high / goal:.3g} times fewer epochs would bring it below {goal:g} h")
+    elif zone == "cloud": out.append(f"a deadline of {_up(high)} h or more, or {high / deadline:.3g} times fewer epochs")
     if zone == "your choice" and deadline is None: out.append("a deadline (--deadline HOURS) settles it; so does a longer benchmark where the interval is wide")
     if basis != "local GPU": out.append("a benchmark on the local GPU")
     if unknown := [c for c in cloud if c.speedup is None]:
@@ -305,16 +322,16 @@ def _check_wishes(deadline: float | None, buffer: float, speedup: Mapping[str, f
         if prices.offer(name) and not 0 < s < math.inf: raise UserError(f"--speedup: {name}={s:g} must be a number more than 0")
 
 
-def _choose(cloud: Sequence[CloudOption], deadline: float | None) -> CloudOption:
-    "The cheapest known one that fits and meets the deadline; else the cheapest by the hour."
+def _choose(cloud: Sequence[CloudOption], deadline: float | None) -> tuple[CloudOption, list[str]]:
+    "Of those that fit: the cheapest known one that meets the deadline, else the cheapest by the hour of unknown speed, else the fastest; and why."
     able = [c for c in cloud if c.fits is not False] or list(cloud)
-    known = [c for c in able if c.hours is not None and (deadline is None or c.hours <= deadline)]
-    return min(known, key=lambda c: c.usd) if known else min(able, key=lambda c: c.usd_per_hour)
-
-
-def _chosen(c: CloudOption) -> str:
-    if c.hours is not None: return f"{c.name}: {c.hours:.3g} h, {money(c.usd)}"
-    return f"{c.name}: the cheapest by the hour; its speed-up is unknown, so are its hours and its cost: measure there first"
+    slow = [c for c in able if deadline is not None and c.hours is not None and c.hours > deadline]
+    known, unknown = ([c for c in able if (c.hours is None) == none and c not in slow] for none in (False, True))
+    why = [f"too slow for the deadline of {deadline:g} h: " + ", ".join(f"{c.name} ({c.hours:.3g} h)" for c in slow)] if slow else []
+    if known: c = min(known, key=lambda c: c.usd); return c, [*why, f"{c.name}: {c.hours:.3g} h, {money(c.usd)}"]
+    if not unknown: c = min(slow, key=lambda c: c.hours); return c, [*why, f"no known machine meets it; {c.name} is the fastest: {c.hours:.3g} h, {money(c.usd)}"]
+    c = min(unknown, key=lambda c: c.usd_per_hour)
+    return c, [*why, f"{c.name}: the cheapest by the hour of those of unknown speed ({', '.join(u.name for u in unknown)}); its hours and its cost are unknown: measure there first"]
 
 # %% ../../nbs/bench/73_decide.ipynb #047964c3
 def _measured_with(bench: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[list[str], list[str]]:  # reasons, warnings
@@ -355,10 +372,9 @@ def decide(
     card = card_plan({f.model: f.peak_mib if f.peak_mib is not None else (memory or {}).get(f.model) for f in models}, vram)
     cloud = tuple(cloud_option(o, hours, prices, speedup.get(o.name), card.largest_mib) for o in prices.offers)
     zone, reasons = _recommend(basis, missing, judged, deadline, prices)
-    pick = _choose(cloud, deadline) if zone == "cloud" else None
-    if pick: reasons.append(_chosen(pick))
+    pick, why = _choose(cloud, deadline) if zone == "cloud" else (None, [])
     rests, doubts = _measured_with(bench, measured)
-    reasons += [f"{f.model}: {n}" for f in models for n in f.notes] + rests + [f"{m}: left out, 0 epochs asked for" for m, n in want.items() if not n]
+    reasons += why + [f"{f.model}: {n}" for f in models for n in f.notes] + rests + [f"{m}: left out, 0 epochs asked for" for m, n in want.items() if not n]
     errors = [f"{m}: {e['error']}" for m, e in bench["models"].items() if "error" in e]
     return Decision(zone, basis, on, hours if basis == "local GPU" else None, hours, low, high, judged, buffer, deadline, missing, models, local_cost(hours, prices), cloud,
                     pick.name if pick else None, card, bool(models) and not missing and all(f.stable for f in models), tuple(reasons),

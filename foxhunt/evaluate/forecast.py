@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SIDES', 'CLOCK', 'ENOUGH', 'window_loss', 'Difference', 'block_interval', 'variable_groups', 'some_windows',
-           'importance', 'looked_at', 'judged', 'class_table', 'forecast_report', 'main_figures', 'evaluate_model']
+           'importance', 'looked_at', 'by_moment', 'judged', 'class_table', 'forecast_report', 'main_figures',
+           'evaluate_model']
 
 # %% ../../nbs/evaluate/64_forecast.ipynb #62b947c9
 import math
@@ -117,18 +118,35 @@ def looked_at(
     finally: model.train(was)
 
 # %% ../../nbs/evaluate/64_forecast.ipynb #5a880701
+def by_moment(
+    table: Any,                          # windows.Table, or book.BookTable
+    ends: np.ndarray,                    # (n,) last row of each window
+    losses: Mapping[str, np.ndarray],    # name -> (n,)
+    block: int,                          # windows of one contract that stay together
+) -> tuple[dict[str, np.ndarray], int]:  # name -> (m,) in time order; moments that hold such a block of each contract
+    "Losses averaged over the contracts at each time stamp: a moment counts once, however many contracts it has."
+    ts, whose = table.ts[ends], (table.contract if hasattr(table, "contract") else table.instrument)[ends]
+    when, at, many = np.unique(ts, return_inverse=True, return_counts=True)                             # (m,), (n,), (m,)
+    own = [ts[whose == c] for c in np.unique(whose)]
+    alive = sum(((t.min() <= when) & (when <= t.max())).astype(int) for t in own)                       # (m,) contracts between their first and last window
+    length = (many / alive).sum()                                                                       # in windows of one contract
+    return {n: np.bincount(at, x) / many for n, x in losses.items()}, math.ceil(block * len(when) / length)
+
+# %% ../../nbs/evaluate/64_forecast.ipynb #ed71b4f8
 ENOUGH = 10   # independent blocks; below, no difference is called sure
 
 
 def judged(
     name: str,
-    losses: Mapping[str, np.ndarray],  # of the model `name` and of its rules, (n,) in time order
-    block: int,
+    losses: Mapping[str, np.ndarray],  # of the model `name` and of its rules, (n,) in time order, one contract or the mean of several (`by_moment`)
+    block: int,                        # neighbours that stay together
 ) -> dict[str, Any]:
-    "Differences with intervals, the best rule, the skill against it, and one plain sentence: an edge is shown, or there is none."
+    "Differences with intervals, the best rule, the skill against it (NaN where the rule's loss is zero), and one plain sentence: an edge is shown, or there is none."
     against = {n: block_interval(losses[name] - loss, block) for n, loss in losses.items() if n != name}
     best, blocks = min(against, key=lambda n: losses[n].mean()), len(losses[name]) // max(1, block)
-    d, skill = against[best], 1 - losses[name].mean() / losses[best].mean()
+    d, rule = against[best], losses[best].mean()
+    if rule == 0: return dict(against=against, best_rule=best, blocks=blocks, skill=math.nan, verdict=f"{name} shows no edge over the best simple rule ({best}): the rule's loss is zero, so there is nothing to gain")
+    skill = 1 - losses[name].mean() / rule
     apart, few = d.high < 0 or d.low > 0, blocks < ENOUGH
     says = "beats" if skill > 0 and apart and not few else "shows no edge over"
     why = (f"but {blocks} independent block{' is' if blocks == 1 else 's are'} too few to be sure ({ENOUGH} are needed)" if few
@@ -141,21 +159,21 @@ def class_table(confusion: list[list[int]]) -> dict[str, dict[str, float]]:
     s = class_scores(np.array(confusion))
     return {c: {k: float(s[k][i]) for k in ("precision", "recall", "f1")} for i, c in enumerate(("up", "flat", "down"))}
 
-# %% ../../nbs/evaluate/64_forecast.ipynb #ed71b4f8
+# %% ../../nbs/evaluate/64_forecast.ipynb #7920476a
 def forecast_report(
     model: Any,                # a trained forecaster
     meta: Mapping[str, Any],   # its checkpoint's description
     table: Any,                # windows.Table, or book.BookTable
     split: int | str = "test",
 ) -> tuple[dict[str, Any], dict[str, Forecasts]]:  # plain values; the forecasts of the model and of every rule
-    "Scores of the model and its rules on the same windows, paired differences with intervals over blocks of twice what a window sees (lookback + horizon), and a plain verdict."
+    "Scores of the model and its rules over all windows; paired differences of the losses by moment (mean of the contracts) with intervals over blocks of twice what a window sees (lookback + horizon), and a plain verdict."
     name = meta["model"]
     found = {name: predict(model, table, split, meta)} | baselines(table, split, meta)
     block = 2 * (int(meta["config"]["lookback"]) + int(meta["config"]["horizon"]))
     result = {n: scores(f) for n, f in found.items()}
     for s in result.values(): s |= {"classes": class_table(s["confusion"])} if "confusion" in s else {}
-    return dict(name=name, split=str(split), windows=len(found[name]), block=block, quantiles=found[name].quantiles, scores=result,
-                **judged(name, {n: window_loss(f) for n, f in found.items()}, block)), found
+    losses, together = by_moment(table, found[name].ends, {n: window_loss(f) for n, f in found.items()}, block)
+    return dict(name=name, split=str(split), windows=len(found[name]), block=block, quantiles=found[name].quantiles, scores=result, **judged(name, losses, together)), found
 
 
 def main_figures(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PRETEND', 'PLACES', 'Workload', 'training_step', 'register_pretend', 'PretendGenerator', 'Fault', 'DeviceMixup',
-           'Pretend', 'in_fork', 'resolve', 'in_fresh', 'Place', 'AuditResult', 'result_from_dict', 'named_tensors',
-           'cast_floats', 'build', 'audit_here', 'gradients', 'audit', 'selftest']
+           'Pretend', 'in_fork', 'resolve', 'in_fresh', 'can_fork', 'in_process', 'Place', 'AuditResult',
+           'result_from_dict', 'named_tensors', 'cast_floats', 'build', 'audit_here', 'gradients', 'audit', 'selftest']
 
 # %% ../../nbs/hardware/42_audit.ipynb #7e24abde
 import contextlib, dataclasses, json, linecache, math, os, subprocess, sys, time, traceback, warnings
@@ -261,14 +261,20 @@ class Pretend(TorchDispatchMode):
         return out
 
 # %% ../../nbs/hardware/42_audit.ipynb #d1ec48d9
+_THREADS = "autograd's threading in combination with fork"   # how torch says that a fork has lost the threads of its accelerator
+
+
 def _forked(pipe, fn, args):
     torch.set_num_threads(1)   # a fork has no OpenMP pool
     torch.cuda.is_available = torch.cuda.is_current_stream_capturing = lambda: False   # and CUDA cannot be used in a fork
-    try: pipe.send((True, fn(*args)))
-    except BaseException as e: pipe.send((False, f"{type(e).__name__}: {e}\n{traceback.format_exc()}"))
+    try: pipe.send((None, fn(*args)))
+    except UserError as e: pipe.send((UserError, str(e)))
+    except BaseException as e:
+        if _THREADS in str(e): pipe.send((UserError, "this process has trained beside an accelerator, so no fork of it can run a backward pass; call this before any training, or give the workload by name as package.module:function"))
+        else: pipe.send((RuntimeError, f"{type(e).__name__}: {e}\n{traceback.format_exc()}"))
 
 
-def in_fork(fn: Callable, *args: Any) -> Any:
+def in_fork(fn: Callable, *args: Any, timeout: float | None = None) -> Any:   # seconds; None: as long as it takes
     "`fn(*args)` in a forked copy of this process; its result must pickle. What it registers dies with it."
     import multiprocessing
     ctx = multiprocessing.get_context("fork"); here, there = ctx.Pipe(duplex=False)
@@ -276,13 +282,14 @@ def in_fork(fn: Callable, *args: Any) -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)   # 3.12 warns about forks of threaded processes; the child starts no thread
         child = ctx.Process(target=_forked, args=(there, fn, args), daemon=True); child.start()
     there.close()
-    try: ok, out = here.recv()
+    if not here.poll(timeout): child.kill(); child.join(); raise RuntimeError(f"the forked process has not ended after {timeout:g} s")
+    try: error, out = here.recv()
     except EOFError: child.join(); raise RuntimeError(f"the forked process died with exit code {child.exitcode}") from None
     child.join()
-    if not ok: raise RuntimeError(out)
+    if error: raise error(out)
     return out
 
-
+# %% ../../nbs/hardware/42_audit.ipynb #88410cd7
 def resolve(factory: str) -> Callable[..., Workload]:
     "`package.module:function` as the function."
     import importlib
@@ -306,6 +313,16 @@ def in_fresh(
         if "UserError" in last: raise UserError(last.split("UserError:", 1)[-1].strip())
         raise RuntimeError(f"{fn} failed in its own process: {last}")
     return json.loads(run.stdout.rpartition("\0")[2])
+
+
+def can_fork() -> bool:
+    "Will a fork of this process be able to run a backward pass? Sure only where torch sees no accelerator: whether its threads have started cannot be asked."
+    return not torch.accelerator.is_available()
+
+
+def in_process(fn: str, *args: Any, timeout: float = 600) -> Any:
+    "`in_fresh`, by a fork where that gives the same sooner."
+    return in_fork(resolve(fn), *args, timeout=timeout) if can_fork() else in_fresh(fn, *args, timeout=timeout)
 
 # %% ../../nbs/hardware/42_audit.ipynb #c6e953e7
 PLACES = ("data", "train", "eval", "load", "step")
@@ -383,13 +400,14 @@ def _placed(mode: Pretend, what: str, x: Any, scalars: bool = False, by: Callabl
             e = DeviceMixup(f"{what} {name} is on {t.device}, expected {mode.target}"); e.born = born
             raise e
 
-# %% ../../nbs/hardware/42_audit.ipynb #88410cd7
+# %% ../../nbs/hardware/42_audit.ipynb #1fe79c28
 def _look(mode: Pretend, name: str, run: Callable[[], None]) -> Place:
     "Run one place; the first fault ends it, synchronisations do not."
     mode.reset(); fault = None
     try: run()
     except KeyboardInterrupt: raise
     except BaseException as e:
+        if _THREADS in str(e): raise   # no fault of the model
         fault = _fault(e); born = getattr(e, "born", None)
         if born and born.line: fault = dataclasses.replace(fault, file=born.file, line=born.line, source=born.source)
     return Place(name, fault, tuple(mode.syncs), len(mode.transfers))
@@ -505,8 +523,8 @@ def gradients(
     return tuple(names[p] for p in names if p in held and p not in reached), tuple(names[p] for p in reached - held), finite
 
 # %% ../../nbs/hardware/42_audit.ipynb #d4538aa9
-def _audit_json(factory: str, kwargs: dict, index: int, dtype: str) -> dict:
-    return dataclasses.asdict(audit_here(resolve(factory)(**kwargs), index, getattr(torch, dtype)))
+def _audit_json(factory: str, kwargs: dict, index: int, dtype: str, updates: int) -> dict:
+    return dataclasses.asdict(audit_here(resolve(factory)(**kwargs), index, getattr(torch, dtype), updates=updates))
 
 
 def audit(
@@ -515,10 +533,11 @@ def audit(
     dtype: str = "float32",                # of the weights
     kwargs: dict[str, Any] | None = None,  # JSON values, for a factory given by name
     timeout: float = 600,                  # seconds, for a factory given by name
+    updates: int = 3,                      # real updates on the host that look for dead parameters; 0: none
 ) -> AuditResult:
-    "Audit one workload in a process of its own: a fresh interpreter for a name, a fork for a callable."
-    if isinstance(factory, str) and resolve(factory): return result_from_dict(in_fresh("foxhunt.hardware.audit:_audit_json", factory, kwargs or {}, index, dtype, timeout=timeout))
-    return in_fork(lambda: audit_here(factory if isinstance(factory, Workload) else factory(), index, getattr(torch, dtype)))
+    "Audit one workload in a process of its own, which `in_process` chooses for a name; a callable or a workload has a fork only."
+    if isinstance(factory, str) and resolve(factory): return result_from_dict(in_process("foxhunt.hardware.audit:_audit_json", factory, kwargs or {}, index, dtype, updates, timeout=timeout))
+    return in_fork(lambda: audit_here(factory if isinstance(factory, Workload) else factory(), index, getattr(torch, dtype), updates=updates))
 
 # %% ../../nbs/hardware/42_audit.ipynb #3747c950
 def selftest() -> Workload:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..core import UserError
-from .audit import Workload, build, cast_floats, training_step
+from .audit import Workload, build, cast_floats, resolve, training_step
 from .memory import CARDS, PRECISIONS, Card, MasterWeights, largest, largest_batch
 
 # %% ../../nbs/hardware/44_batch_size.ipynb #a3b6c9fc
@@ -96,18 +96,20 @@ class BatchSize:
 
 
 def search_batch(
-    w: Workload,
+    w: Workload | str,                          # or a factory by name, as `predict` takes it
     device: torch.device | None = None,         # None: no device, predict
     *,
     card: Card = CARDS["RTX 3050 Ti Laptop"],   # for the prediction
     margin: float = 0.05,                       # share of the memory left free
     limit: int = 1 << 14,                       # no larger batch
     precision: str = "fp32",                    # of the trial or of the prediction: fp32, amp, bf16, fp16
+    kwargs: dict[str, Any] | None = None,       # JSON values, for a factory given by name
 ) -> BatchSize:
     "Doubling then bisection, by trial on `device` or by prediction for `card`."
     if precision not in PRECISIONS: raise UserError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
     if not 0 <= margin < 1: raise ValueError(f"margin must be in [0, 1), got {margin}")
-    if device is None: return BatchSize(largest_batch(w, card, precision, margin, limit), f"prediction for {card.name} in {precision}", margin)
+    if device is None: return BatchSize(largest_batch(w, card, precision, margin, limit, kwargs), f"prediction for {card.name} in {precision}", margin)
+    if isinstance(w, str): w = resolve(w)(**kwargs or {})
     budget, trials = None, []
     if device.type == "cuda":
         release(device); free, total = torch.cuda.mem_get_info(device)

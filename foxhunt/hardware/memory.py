@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core import UserError
-from .audit import PRETEND, Pretend, Workload, build, cast_floats, in_fork, training_step
+from .audit import PRETEND, Pretend, Workload, build, cast_floats, in_fork, in_process, resolve, training_step
 
 # %% ../../nbs/hardware/43_memory.ipynb #aa8142d8
 _aten = torch.ops.aten
@@ -437,9 +437,20 @@ def predict_here(w: Workload, batch: int | None = None, precision: str = "fp32",
     return Footprint(w.name, precision, batch or w.batch_size, a.peak_allocated, a.peak_reserved, card.context, fits, at | {"library": 2 * card.workspace}, card=card.name)
 
 
-def predict(w: Workload, batch: int | None = None, precision: str = "fp32", card: Card = CARDS["RTX 3050 Ti Laptop"]) -> Footprint:
+def _predict_json(factory: str, kwargs: dict, batch: int | None, precision: str, card: dict) -> dict:
+    return dataclasses.asdict(predict_here(resolve(factory)(**kwargs), batch, precision, Card(**card)))
+
+
+def predict(
+    w: Workload | str,              # a workload, or a factory "package.module:function": a name works after training beside an accelerator too
+    batch: int | None = None,       # None: the workload's own
+    precision: str = "fp32",        # fp32, amp, bf16, fp16
+    card: Card = CARDS["RTX 3050 Ti Laptop"],
+    kwargs: dict[str, Any] | None = None,   # JSON values, for a factory given by name
+) -> Footprint:
     "Predicted memory of training `w`; this process stays as it is."
-    return in_fork(predict_here, w, batch, precision, card)
+    if not isinstance(w, str): return in_fork(predict_here, w, batch, precision, card)
+    resolve(w); return Footprint(**in_process("foxhunt.hardware.memory:_predict_json", w, kwargs or {}, batch, precision, dataclasses.asdict(card)))
 
 
 def predict_many(
@@ -484,20 +495,29 @@ def largest(
     return low, asked
 
 
-def largest_batch(
-    w: Workload,
-    card: Card = CARDS["RTX 3050 Ti Laptop"],
-    precision: str = "fp32",
-    margin: float = 0.05,     # share of the card's capacity left free
-    limit: int = 1 << 14,
-) -> int:
-    "The largest batch that the prediction lets onto the card; 0: not even 1."
+def _largest_here(w: Workload, card: Card, precision: str, margin: float, limit: int) -> int:
     small = dataclasses.replace(card, memory=card.context + int(card.capacity * (1 - margin)))
     def fits(n: int) -> bool:
         try: replay(record(w, n, precision), small, limited=True)
         except OutOfMemory: return False
         return True
-    return in_fork(lambda: largest(fits, w.batch_size, limit)[0])
+    return largest(fits, w.batch_size, limit)[0]
+
+
+def _largest_json(factory: str, kwargs: dict, card: dict, *how: Any) -> int: return _largest_here(resolve(factory)(**kwargs), Card(**card), *how)
+
+
+def largest_batch(
+    w: Workload | str,        # or a factory by name, as `predict` takes it
+    card: Card = CARDS["RTX 3050 Ti Laptop"],
+    precision: str = "fp32",
+    margin: float = 0.05,     # share of the card's capacity left free
+    limit: int = 1 << 14,
+    kwargs: dict[str, Any] | None = None,   # JSON values, for a factory given by name
+) -> int:
+    "The largest batch that the prediction lets onto the card; 0: not even 1."
+    if not isinstance(w, str): return in_fork(_largest_here, w, card, precision, margin, limit)
+    resolve(w); return in_process("foxhunt.hardware.memory:_largest_json", w, kwargs or {}, dataclasses.asdict(card), precision, margin, limit)
 
 # %% ../../nbs/hardware/43_memory.ipynb #493444ae
 def static_footprint(

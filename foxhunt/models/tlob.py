@@ -237,13 +237,19 @@ class Decision(NamedTuple):
 
 
 class BookStream:
-    "Streaming inference: `push` one scaled snapshot per event, get one `Decision`, or None while the window fills."
+    "Streaming inference: `push` one snapshot per event, get one `Decision`, or None while the window fills."
 
     def __init__(
         self,
-        model: Book,  # trained; left as it is
+        model: Book,                    # trained; left as it is
+        center: Tensor | None = None,   # (v) of the training scaler: a raw snapshot becomes (row - center) / scale
+        scale: Tensor | None = None,    # (v), positive; None for both: snapshots come scaled
     ):
         import copy
+        if (center is None) != (scale is None): raise ValueError("center and scale belong together: give both, or neither for scaled snapshots")
+        self.scaler = None if center is None else tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (center, scale))   # a tick is little beside a price: float64
+        if self.scaler and not (all(x.shape == (model.features,) and x.isfinite().all() for x in self.scaler) and (self.scaler[1] > 0).all()):
+            raise ValueError(f"center and scale must be finite ({model.features},) and scale positive, got {' and '.join(str(tuple(x.shape)) for x in self.scaler)}")
         self.model = copy.deepcopy(model).eval()
         for i, layer in enumerate(self.model.layers):
             if isinstance(layer, AttentionLayer): self.model.layers[i] = FoldedAttention(layer)
@@ -258,12 +264,16 @@ class BookStream:
     @torch.inference_mode()
     def push(
         self,
-        snapshot: Tensor,         # (v) one scaled snapshot
+        snapshot: Tensor,         # (v) one snapshot, raw with center and scale, else scaled
     ) -> Decision | None:
+        "`ValueError` for another shape or a number that is not finite; the stream is then as it was before."
         start = time.perf_counter()
         if snapshot.shape != self.ring.shape[1:]: raise ValueError(f"expected a snapshot ({self.ring.shape[1]},), got {tuple(snapshot.shape)}")
+        row = snapshot if self.scaler is None else (snapshot.to(self.scaler[0]) - self.scaler[0]) / self.scaler[1]
+        row = row.to(self.ring.dtype)
+        if not row.isfinite().all(): raise ValueError(f"column {(~row.isfinite()).nonzero()[0].item()} of the snapshot is {snapshot[~row.isfinite()][0].item()}: skip this event, or reset() if the feed broke")
         at = self.seen % self.time; self.seen += 1
-        self.ring[at] = snapshot; self.ring[at + self.time] = snapshot
+        self.ring[at] = row; self.ring[at + self.time] = row
         if self.seen < self.time: return None
         window = self.ring[at + 1 : at + 1 + self.time]                                # the last `time` events, oldest first
         probability = self.model(window[None]).float().softmax(-1)[0].tolist()         # waits for the device: a decision is on the host

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core import UserError, generator, stream_seed
-from ..market.env import BODY, COST, GAP, Market, observe
+from ..market.env import BODY, COST, GAP, LIMIT, Market, observe
 from ..models.mlp import QNetwork, param_groups
 from ..params import DQN, Env
 from .replay import Batch, Lanes, MarketLanes, dense_key, dense_replay, index_replay
@@ -291,15 +291,19 @@ def full_targets(
     gamma: float,
     next_choice: Tensor | None = None,  # (b, a) fast network's F at bar + 1; given: double
 ) -> Tensor:             # (b, a) targets of F at `bar`, reward units
-    "What holding each position after the next fill is worth: its next move, and then the best trade from there. Ernst et al. 2005, with every action known."
+    "What holding each position after the next fill is worth: its next move, and then the best trade from there, within the market's limits: a position above the limit is worth what the environment makes of it. Ernst et al. 2005, with every action known."
     n = next_hold.shape[1]
     held = torch.arange(n, device=bar.device) - n // 2                                 # (a,) contracts
     now, then = market.record[bar + 1], market.record[bar + 2]                         # (b, 8)
     unit = 1 / market.reward_scale
     cost = (then[:, COST, None, None] * (held[None] - held[:, None]).abs() * unit).to(next_hold.dtype)     # (b, from, to)
+    most = then[:, LIMIT, None, None]                                                  # -1: nobody trades, what is held stays
+    cost = cost.masked_fill(torch.where(most < 0, held[None] != held[:, None], held.abs() > most), math.inf)
     choose = (next_hold if next_choice is None else next_choice)[:, None] - cost
     best = (next_hold[:, None] - cost).gather(-1, choose.argmax(-1, keepdim=True))[..., 0]                 # (b, from)
-    return (held * now[:, BODY, None] * unit + gamma * held * then[:, GAP, None] * unit).to(best.dtype) + gamma * best
+    worth = (held * now[:, BODY, None] * unit + gamma * held * then[:, GAP, None] * unit).to(best.dtype) + gamma * best
+    most = torch.where(now[:, LIMIT] < 0, n // 2, now[:, LIMIT]).long()[:, None]
+    return worth.gather(-1, torch.minimum(torch.maximum(held, -most), most) + n // 2)  # the environment cuts orders to the limit
 
 
 def hold_policy(
