@@ -43,16 +43,38 @@ def test_kinds_of_failures():
     with pytest.raises(KeyboardInterrupt): raises(KeyboardInterrupt())
 
 
+def broken_workload(name, params):
+    w = workload(name, params); return dataclasses.replace(w, infer=lambda m, b: m.actor(b[0]) + torch.ones(11))
+
+
 def test_a_planted_mixup_is_counted(monkeypatch):
     "A model that makes a tensor on the host is not CUDA ready, and its fault has a source line."
-    s = spec("ppo"); w = workload("ppo", CFG)
-    broken = dataclasses.replace(s, workload=lambda p, t: dataclasses.replace(w, infer=lambda m, b: m.actor(b[0]) + torch.ones(11)))
-    monkeypatch.setattr(R, "spec", lambda name: broken)
-    monkeypatch.setattr(R, "latency", lambda w: {1: 1.0}); monkeypatch.setattr(R, "resume", lambda *a: ("skipped here", None))
+    monkeypatch.setattr(R, "WORKLOAD", "test_bench_readiness:broken_workload")
+    monkeypatch.setattr(R, "latency", lambda w, device: {1: 1.0}); monkeypatch.setattr(R, "resume", lambda *a: ("skipped here", None))
     found = R.readiness(["ppo"], CFG); row, = found["matrix"]
     assert row["device_errors"] == 2 and row["cuda_ready"] == "no: audit 0, audit 1" and row["training_ready"] == "yes"
     assert found["failures"][0]["severity"] == "critical" and "torch.ones(11)" in found["failures"][0]["found"]
     assert row["passed"] == f"{sum(c['ok'] is True for c in found['cells']['ppo'].values())}/{sum(c['ok'] is not None for c in found['cells']['ppo'].values())}"
+
+
+@pytest.mark.parametrize("kept, ok", [(0, True), (512, False)])
+def test_memory_that_does_not_come_back_fails_the_row(kept, ok, monkeypatch):
+    "The count alone, with the card's counters replaced: the updates run on the host."
+    counted = iter([1_000, 1_000 + kept])
+    monkeypatch.setattr(R, "held", lambda d: next(counted))
+    for name, value in {"reset_peak_memory_stats": None, "max_memory_allocated": 1_000 + R.MIB, "get_device_name": "a card"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda d, value=value: value)
+    said, fine = R.on_card(workload("ppo", CFG), R.HOST)
+    assert fine is ok and "peak 1 MiB" in said and ("512 bytes are not given back" in said) != ok and ("all given back" in said) == ok
+
+
+@pytest.mark.gpu
+def test_memory_comes_back_on_a_gpu():
+    "Whatever an earlier model kept, this one leaves nothing; a tensor held by somebody is found."
+    d = torch.device("cuda", 0); w = workload("ppo", CFG); kept = []
+    assert R.on_card(w, d)[1]
+    said, ok = R.on_card(dataclasses.replace(w, loss=lambda m, b: kept.append(b) or w.loss(m, b)), d)
+    assert not ok and "bytes are not given back" in said
 
 
 @pytest.mark.slow

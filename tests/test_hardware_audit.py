@@ -1,5 +1,8 @@
 "The audit and the prediction from outside their notebooks: named factories, fresh interpreters, planted faults of other kinds."
 import dataclasses
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from torch import nn
 
 from foxhunt.core import UserError
 from foxhunt.hardware import memory
-from foxhunt.hardware.audit import PLACES, PRETEND, Workload, audit, audit_here, in_fork, named_tensors
+from foxhunt.hardware.audit import PLACES, PRETEND, Workload, audit, audit_here, can_fork, in_fork, in_fresh, named_tensors, result_from_dict
 
 
 def small(**over):
@@ -18,10 +21,57 @@ def small(**over):
     return Workload(**kw | over)
 
 
-def test_a_named_factory_runs_in_a_fresh_interpreter():
+def test_a_named_factory_runs_in_a_process_of_its_own():
     r = audit("foxhunt.hardware.audit:selftest", index=1)
     assert r.ok and r.index == 1 and not hasattr(torch, PRETEND)
+    fresh = result_from_dict(in_fresh("foxhunt.hardware.audit:_audit_json", "foxhunt.hardware.audit:selftest", {}, 1, "float32", 3))
+    assert dataclasses.replace(fresh, seconds=r.seconds) == r
     with pytest.raises(UserError, match="write package.module:function"): audit("foxhunt.hardware.audit:nothing")
+
+
+BESIDE_A_GPU = """
+import dataclasses, json, torch
+from foxhunt.core import UserError
+from foxhunt.hardware import audit as A
+from foxhunt.hardware.batch_size import search_batch
+from foxhunt.hardware.device import device_report
+from foxhunt.hardware.memory import largest_batch, predict
+from foxhunt.train.registry import workload
+
+def asked(**kw):
+    found = dict(footprint=dataclasses.asdict(predict(NAME, **kw)), batch=search_batch(NAME, limit=64, **kw).batch)
+    return found | dict(audit=dataclasses.asdict(A.audit(NAME, 1, **kw)) | dict(seconds=0))
+
+NAME, kw, out = "foxhunt.train.registry:workload", dict(kwargs=dict(name="ppo")), {}
+out["forked"] = json.loads(json.dumps(asked(**kw)))   # by a fork, where no GPU is
+A.register_pretend(); out["can_fork"] = A.can_fork()
+torch.ones(1, requires_grad=True).sum().backward()
+report = device_report("cpu"); out["report"] = [report.ok, report.text()]
+out["fresh"], out["said"] = asked(**kw), []
+w = workload("ppo")
+for f in (lambda: A.audit(A.selftest), lambda: predict(w), lambda: largest_batch(w)):
+    try: f(); out["said"].append("nothing")
+    except UserError as e: out["said"].append(str(e))
+print(json.dumps(out))
+"""
+
+
+def test_beside_an_accelerator_named_work_runs_and_a_callable_is_told():
+    "The pretend backend stands in for a GPU: torch starts its threads at the first backward pass, and no fork can train after it."
+    run = subprocess.run([sys.executable, "-c", BESIDE_A_GPU], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+    got = json.loads(run.stdout.splitlines()[-1])
+    assert got["can_fork"] is False and got["report"][0], got["report"][1]
+    assert got["fresh"] == got["forked"] and not any(p["fault"] for p in got["fresh"]["audit"]["places"])
+    assert all("before any training" in s and "package.module:function" in s and "\n" not in s for s in got["said"]), got["said"]
+
+
+def test_a_fork_hands_on_a_user_error_and_does_not_wait_for_ever():
+    def refuse(): raise UserError("no such thing")
+    with pytest.raises(UserError, match="^no such thing$"): in_fork(refuse)
+    import time
+    with pytest.raises(RuntimeError, match="has not ended after 0.2 s"): in_fork(time.sleep, 60, timeout=0.2)
+    assert can_fork() == (not torch.accelerator.is_available())
 
 
 class Hidden(nn.Module):
@@ -143,14 +193,16 @@ def test_unknown_precision():
     with pytest.raises(UserError, match="fp32, amp, bf16, fp16"): memory.record(small(), precision="int8")
 
 
+def wide(): return small(model=lambda: nn.Sequential(nn.Linear(8, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1)), batch_size=4096)
+
+
 @pytest.mark.gpu
 def test_prediction_on_a_gpu():
     "Within 5 % of max_memory_allocated and 10 % of max_memory_reserved."
     if not torch.cuda.is_available(): pytest.skip("no CUDA device")
     from foxhunt.hardware.audit import build, training_step
     d = torch.device("cuda", 0); card = memory.card_from_device(0)
-    w = small(model=lambda: nn.Sequential(nn.Linear(8, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 1)), batch_size=4096)
-    f = memory.predict(w, card=card)
+    w, f = wide(), memory.predict("test_hardware_audit:wide", card=card)        # by name: tests before it have trained here
     torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats(d)
     m = build(w, d); opt = w.optimizer(m)
     for _ in range(2): training_step(w, m, opt, w.batch(w.batch_size, d))
