@@ -11,8 +11,6 @@ export PATH := $(BIN):$(PATH)
 export DVC_NO_ANALYTICS := 1
 # two threads in each of two workers is the slowest of all
 ONE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# what needs no GPU runs without one everywhere: after a backward a process that has one cannot fork its audits
-HOST := $(ONE) CUDA_VISIBLE_DEVICES=
 
 .PHONY: help setup setup-peers lab repro test export lint test-slow test-peers test-gpu gpu-check upgrade
 
@@ -51,16 +49,16 @@ lint: $(DEV)
 
 test: $(DEV)  ## export drift, notebooks, pytest, pipeline drift: what CI runs
 	dvc pull -q data.dvc
-	$(HOST) pytest -q tests/test_house.py
-	$(HOST) nbdev_test --n_workers 2 --do_print
-	$(HOST) pytest -q -n 2 --dist worksteal -m "not slow and not gpu and not peers" tests
+	$(ONE) pytest -q tests/test_house.py
+	$(ONE) nbdev_test --n_workers 2 --do_print
+	$(ONE) pytest -q -n 2 --dist worksteal -m "not slow and not gpu and not peers" tests
 	@dvc repro --allow-missing --dry > $(VENV)/drift.txt 2>&1; if grep -E 'Running stage|ERROR' $(VENV)/drift.txt; then echo "dvc.lock is behind the code: run dvc repro and commit dvc.lock and metrics/"; exit 1; else echo "pipeline: dvc.lock agrees with code, parameters and data"; fi
 
 test-slow: $(DEV)  ## the long proofs
 	dvc pull -q data.dvc
-	$(HOST) nbdev_test --n_workers 2 --flags slow --do_print
-	$(HOST) pytest -q -n 2 -m slow tests
-	$(HOST) pytest -q -n 2 --hypothesis-profile=explore $$(grep -l hypothesis tests/test_*.py) -m "not slow and not gpu and not peers"
+	$(ONE) nbdev_test --n_workers 2 --flags slow --do_print
+	$(ONE) pytest -q -n 2 -m slow tests
+	$(ONE) pytest -q -n 2 --hypothesis-profile=explore $$(grep -l hypothesis tests/test_*.py) -m "not slow and not gpu and not peers"
 
 test-peers: $(PEERS)  ## recompute the golden tensors with the peer libraries
 	$(ONE) nbdev_test --n_workers 2 --flags peers --path nbs/peers --do_print
