@@ -152,7 +152,7 @@ SAVES = "import sys, time\nprint('up', flush=True)\ntry: time.sleep(60)\nexcept 
 
 def monitoring(out, *command, folder=None):
     "`foxhunt monitor` as a process of its own, where Ctrl-C is not switched off."
-    env = os.environ | ({"LD_LIBRARY_PATH": str(folder)} if folder else {})
+    env = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")} | ({"LD_LIBRARY_PATH": str(folder)} if folder else {})
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from foxhunt.cli import main; main()"
     args = ["monitor", "--out", str(out), "--interval", "0.05", *(["--", *command] if command else [])]
     return subprocess.Popen([sys.executable, "-c", code, *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, start_new_session=True)
